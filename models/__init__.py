@@ -1,0 +1,1 @@
+"""Decoder families and their checkpoints."""

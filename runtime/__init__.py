@@ -1,0 +1,1 @@
+"""The host side of a bundle, in NumPy over ONNX Runtime."""
