@@ -48,7 +48,7 @@ def test_top_k_equals_transformers_also_at_ties(k: int) -> None:
         same(sampling.keep_top_k(logits, k), reference(hf.TopKLogitsWarper(k), logits))
 
 
-@pytest.mark.parametrize("p", [1e-9, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("p", [1e-20, 1e-9, 0.1, 0.5, 0.9, 0.999])
 def test_top_p_equals_transformers(p: float) -> None:
     for seed in range(5):
         logits = random_logits(seed)
