@@ -11,6 +11,8 @@ from dataclasses import dataclass
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or that asks for something this project does not compute."""
 
+    exit_code = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:

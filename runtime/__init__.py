@@ -1,1 +1,30 @@
 """The host side of a bundle, in NumPy over ONNX Runtime."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollkv.runtime.bundle import Bundle, open_bundle
+    from rollkv.runtime.sampling import SamplingOptions
+    from rollkv.runtime.session import Session
+    from rollkv.runtime.text import Chat
+
+__all__ = ["Bundle", "Chat", "SamplingOptions", "Session", "open_bundle"]
+
+_HOME = {
+    "Bundle": "bundle",
+    "Chat": "text",
+    "SamplingOptions": "sampling",
+    "Session": "session",
+    "open_bundle": "bundle",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that the command line starts fast."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"rollkv.runtime.{_HOME[name]}"), name)

@@ -21,9 +21,13 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 class SamplingError(ValueError):
     """A sampling option, or an argument of the sampler, outside what is allowed."""
 
+    exit_code = 2
+
 
 class NonFiniteLogits(ArithmeticError):
     """Logits that hold a NaN or an infinity, from which no token can be chosen."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True, kw_only=True)

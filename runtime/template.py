@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class TextError(ValueError):
     """Text that cannot become tokens, or a tokenizer or chat template that cannot be used."""
 
+    exit_code = 2
+
 
 def check_text(text: str, where: str) -> None:
     """Raise `TextError`, naming `where` and the position, for text that no UTF-8 can hold.

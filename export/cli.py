@@ -1,0 +1,200 @@
+"""The command `rollkv`: export and verify here, run, chat and info from the runtime. Imports late."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rollkv.runtime.cli import Parser, UsageError, add_commands, run_commands
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the command."""
+    return run_commands(build_parser(), arguments)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every command with every flag."""
+    parser = Parser(prog="rollkv", description="Take a language model to an NPU board: static chunked-prefill ONNX graphs with a rolling KV cache.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    export = commands.add_parser("export", help="write a bundle from a checkpoint", description="Write a bundle from a checkpoint.")
+    export.add_argument("model", metavar="MODEL", help="preset (smollm2-135m, qwen2.5-coder-0.5b), Hugging Face folder, .gguf file or hub id")
+    export.add_argument("-o", "--output", metavar="BUNDLE", required=True, help="folder to write; a bundle that is there is replaced at the end")
+    export.add_argument("-L", "--max-lm-input-len", metavar="L", type=int, help="longest prompt in tokens (default 1024)")
+    export.add_argument("-c", "--chunk-size", metavar="c", type=int, help="rows of one prefill run (default 128)")
+    export.add_argument("-C", "--max-kvcache-len", metavar="C", type=int, help="key slots that a query can see, its own run included (default L + 256)")
+    export.add_argument("--allow-no-room", action="store_true", help="allow C == L, which leaves the longest prompt one token")
+    export.add_argument("--kv-layout", metavar="LAYOUT", default="bskd", help="bskd (default), bksd or bksd-kt")
+    export.add_argument("--ids", metavar="TYPE", default="int32", help="type of ids and positions: int32 (default) or int64")
+    export.add_argument("--head", metavar="ROWS", default="last", help="logits of the last row (default) or of all")
+    export.add_argument("--mask-value", metavar="X", type=float, default=-32768.0, help="what hides a slot (default -32768)")
+    export.add_argument("--opset", metavar="N", type=int, default=17, help="ONNX opset, 13 to 18 (default 17)")
+    export.add_argument("--no-simplify", action="store_true", help="leave onnxsim out")
+    export.add_argument("--json", action="store_true", help="print a summary as JSON")
+    export.set_defaults(main=export_command)
+
+    verify = commands.add_parser("verify", help="prove a bundle against transformers", description="Prove a bundle against transformers' own model of its checkpoint, rung by rung.")
+    verify.add_argument("bundle", metavar="BUNDLE", help="folder that `rollkv export` wrote")
+    verify.add_argument("--reference", metavar="MODEL", help="the checkpoint (default: the preset or hub id that the manifest names)")
+    output = verify.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print the report as JSON")
+    output.add_argument("--json-out", metavar="FILE", help="write the report as JSON to a file, besides the table")
+    verify.set_defaults(main=verify_command)
+
+    add_commands(commands)
+    return parser
+
+
+def export_command(options: argparse.Namespace) -> int:
+    """`rollkv export`."""
+    progress = _Progress("export")
+    signal.signal(signal.SIGTERM, _interrupt)
+    from rollkv.export.audit import MASK_OPERAND_LIMIT, mask_operand_bytes
+    from rollkv.export.signature import resolve
+    from rollkv.models.checkpoint import open_checkpoint
+
+    started = time.perf_counter()
+    checkpoint = open_checkpoint(options.model, progress.line)
+    chosen = resolve(
+        checkpoint.config,
+        max_lm_input_len=options.max_lm_input_len,
+        chunk_size=options.chunk_size,
+        max_kvcache_len=options.max_kvcache_len,
+        allow_no_room=options.allow_no_room,
+        kv_layout=options.kv_layout,
+        ids=options.ids,
+        head=options.head,
+        mask_value=options.mask_value,
+        opset=options.opset,
+        simplify=not options.no_simplify,
+    )
+    from rollkv.export.pipeline import export_bundle
+
+    output = Path(options.output)
+    with progress:
+        manifest = export_bundle(checkpoint, chosen, output, progress.step)
+    size = sum(info.size for info in manifest.files.values())
+    operand = mask_operand_bytes(checkpoint.config.num_heads, chosen.chunk_size, chosen.max_kvcache_len)
+    if "tokenizer.json" not in checkpoint.text:
+        progress.line("the checkpoint has no tokenizer.json: this bundle takes token ids only (Session in the Python API)")
+    if operand > MASK_OPERAND_LIMIT:
+        progress.line(
+            f"the mask operand of a prefill run is {operand / 2**20:.2f} MiB (2 bytes x heads x c x C); "
+            "above 1 MiB a known HTP compiler pairs rows wrongly: check there, or lower -c"
+        )
+    summary = {
+        "bundle": str(output),
+        "max_lm_input_len": chosen.max_lm_input_len,
+        "chunk_size": chosen.chunk_size,
+        "max_kvcache_len": chosen.max_kvcache_len,
+        "bytes": size,
+        "unique_weight_bytes": manifest.weights.unique_bytes,
+        "mask_operand_bytes": operand,
+        "seconds": round(time.perf_counter() - started, 2),
+    }
+    if options.json:
+        print(json.dumps(summary, indent=2))
+    else:
+        print(
+            f"{output}: L = {chosen.max_lm_input_len}, c = {chosen.chunk_size}, C = {chosen.max_kvcache_len}, "
+            f"{size / 2**20:.1f} MiB, {summary['seconds']} s"
+        )
+    return 0
+
+
+def verify_command(options: argparse.Namespace) -> int:
+    """`rollkv verify`."""
+    from rollkv.runtime.bundle import open_bundle
+
+    bundle = open_bundle(options.bundle)
+    if options.json_out and not Path(options.json_out).absolute().parent.is_dir():
+        raise UsageError(f"--json-out {options.json_out}: no such folder")
+    source = bundle.manifest.source
+    model = options.reference
+    if model is None:
+        if source.kind not in ("preset", "hub"):
+            raise UsageError(f"the bundle was made from the {source.kind} {source.id!r}; pass it with --reference")
+        model = source.id
+    progress = _Progress("verify")
+    from rollkv.models.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(model, progress.line)
+    from rollkv.export.verify import verify_bundle
+
+    report = verify_bundle(bundle, checkpoint, progress.line)
+    if options.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        _print_report(report)
+        if options.json_out:
+            Path(options.json_out).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+    if report.fault:
+        print(f"rollkv: verification failed: {report.fault}", file=sys.stderr)
+    return 1 if report.fault else 0
+
+
+def _print_report(report: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{report.bundle} against {report.source}")
+    for name in ("rung", "prompt", "max abs", "relative", "bound", "top-1", "keys, values", ""):
+        table.add_column(name, justify="left" if name in ("rung", "") else "right")
+    for row in report.rows:
+        numbers = ["", "", "", "", ""]
+        if row.steps:
+            ties = f" +{row.near_ties} tie" if row.near_ties else ""
+            numbers = [f"{row.max_abs:.2e}", f"{row.relative:.1e}", f"{row.bound:.0e}", f"{row.top1}/{row.steps}{ties}"]
+            numbers.append(f"{row.kv_relative:.1e}" if row.kv_relative else "")
+        table.add_row(row.rung, str(row.n), *numbers, "ok" if row.holds else "BROKEN")
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+
+
+class _Progress:
+    """A bar on a terminal, plain lines otherwise, both on stderr."""
+
+    def __init__(self, verb: str) -> None:
+        self._verb, self._bar, self._tasks = verb, None, {}  # type: str, Any, dict[str, Any]
+
+    def __enter__(self) -> _Progress:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def step(self, what: str, done: int, total: int) -> None:
+        """Part of a job."""
+        if self._bar is not None:
+            name = what.partition(" ")[0]
+            if name not in self._tasks:
+                self._tasks[name] = self._bar.add_task(name, total=total)
+            self._bar.update(self._tasks[name], completed=done, description=what)
+        elif done == 0 or " " in what:
+            self.line(what)
+
+    def line(self, text: str) -> None:
+        """A remark."""
+        print(f"rollkv {self._verb}: {text}", file=sys.stderr)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

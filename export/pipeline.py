@@ -1,0 +1,123 @@
+"""The whole export on one screen: checkpoint -> graphs -> bundle."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from rollkv.export.audit import AuditError, audit_graph
+from rollkv.export.passes import passes_for, run_passes
+from rollkv.export.signature import ExportOptions, graph_inputs, graph_outputs, kv_pairs, layer_infos
+from rollkv.export.trace import trace_graph
+from rollkv.export.write import (
+    WEIGHTS_FILE,
+    bind_weights,
+    file_infos,
+    place_weights,
+    replacing_folder,
+    serialize,
+    write_file,
+    write_manifest,
+    write_weights,
+)
+from rollkv.models.checkpoint import Checkpoint
+from rollkv.models.layers import inverse_frequencies, rope_tables
+from rollkv.runtime.bundle import FORMAT, GraphInfo, Manifest, RopeInfo, SourceInfo, WeightsInfo
+
+IR_VERSION = 9
+Report = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+
+
+def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, report: Report) -> Manifest:
+    """Write a bundle of `checkpoint` to the folder `output`, replacing the bundle that is there.
+
+    Raises ExportError or CheckpointError for a wrong setting or checkpoint, PassError and AuditError for a graph that
+    is not as it must be, OSError for the disk. Nothing is left behind then.
+    """
+    config = checkpoint.config
+    with replacing_folder(output) as folder:
+        cos, sin = rope_tables(config.rope, config.max_position)
+        tables = {"rope.cos": cos.numpy(), "rope.sin": sin.numpy()}
+        placed = place_weights(checkpoint.weights, tables)
+        graphs = []
+        for role, rows in (("prefill", options.chunk_size), ("decode", 1)):
+            info = graph_info(checkpoint, options, role, rows)
+            report(f"trace {role}", len(graphs), 2)
+            traced = trace_graph(config, options, rows)
+            model = run_passes(traced, passes_for(options.opset, options.simplify))
+            model.ir_version = info.ir_version
+            model = bind_weights(model, placed, WEIGHTS_FILE)
+            findings = audit_graph(model, info)
+            if findings:
+                raise AuditError(info.file, findings)
+            write_file(folder / info.file, serialize(model))
+            graphs.append(info)
+        report("trace", 2, 2)
+
+        total = sum(place.length for place in placed.values())
+        done = 0
+
+        def weights_done(count: int) -> None:
+            nonlocal done
+            done += count
+            report("weights", done, total)
+
+        write_weights(folder / WEIGHTS_FILE, checkpoint.weights, tables, placed, weights_done)
+        for name, data in checkpoint.text.items():
+            write_file(folder / name, data)
+        report("hashes", 0, 1)
+        manifest = replace(
+            _manifest(checkpoint, options, graphs, total), files=file_infos(folder)
+        )
+        write_manifest(folder, manifest)
+        report("hashes", 1, 1)
+    return manifest
+
+
+def graph_info(checkpoint: Checkpoint, options: ExportOptions, role: str, rows: int) -> GraphInfo:
+    """What the manifest says of one graph."""
+    return GraphInfo(
+        file=f"{role}.onnx",
+        role=role,
+        rows=rows,
+        kv_len=options.max_kvcache_len,
+        head=options.head,
+        opset=options.opset,
+        ir_version=IR_VERSION,
+        inputs=graph_inputs(checkpoint.config, options, rows),
+        outputs=graph_outputs(checkpoint.config, options, rows),
+    )
+
+
+def _manifest(checkpoint: Checkpoint, options: ExportOptions, graphs: list[GraphInfo], unique_bytes: int) -> Manifest:
+    config = checkpoint.config
+    return Manifest(
+        format=FORMAT,
+        rollkv="0.1.0",
+        source=SourceInfo(id=checkpoint.id, family=config.family, sha256=checkpoint.sha256(), kind=checkpoint.kind),
+        max_lm_input_len=options.max_lm_input_len,
+        chunk_size=options.chunk_size,
+        max_kvcache_len=options.max_kvcache_len,
+        kv_layout=options.kv_layout,
+        dtype="float32",
+        mask_value=options.mask_value,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        max_position=config.max_position,
+        bos_token_id=config.bos_token_id,
+        eos_token_ids=list(config.eos_token_ids),
+        layers=layer_infos(config, options),
+        rope={
+            "full": RopeInfo(
+                inv_freq=inverse_frequencies(config.rope).tolist(),
+                rotary_dim=config.rope.rotary_dim,
+                interleaved=False,
+                attention_scaling=1.0,
+            )
+        },
+        graphs=graphs,
+        kv_pairs=kv_pairs(config),
+        weights=WeightsInfo(file=WEIGHTS_FILE, unique_bytes=unique_bytes),
+    )

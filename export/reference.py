@@ -1,0 +1,225 @@
+"""What a bundle is compared with: transformers' own model, and the host half of the contract written down literally.
+
+Nothing here shares code with the session, the rolling cache or the decoder that it judges, save the pure functions
+that build the full causal mask and cut it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+
+from rollkv.models.checkpoint import Checkpoint, load_decoder
+from rollkv.models.decoder import Decoder
+from rollkv.runtime.align import pad_left
+from rollkv.runtime.backend import Array, Backend
+from rollkv.runtime.bundle import GraphInfo, Manifest
+from rollkv.runtime.mask import causal_mask, chunk_mask
+
+SLOT_AXES = {"bskd": (1, 1), "bksd": (2, 2), "bksd-kt": (3, 2)}
+
+
+@dataclass
+class Trail:
+    """What one way of computing gave for a prompt of n tokens and G more.
+
+    logits: (V,) after the prompt and after each further token. keys, values: per layer (n + G, K, D).
+    """
+
+    logits: list[Array] = field(default_factory=list)
+    keys: list[Array] = field(default_factory=list)
+    values: list[Array] = field(default_factory=list)
+
+
+class Reference:
+    """transformers' model of the checkpoint, in float32 with eager attention, its weights read by transformers."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        path = checkpoint.path
+        file = {"gguf_file": path.name} if path.is_file() else {}
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            path.parent if file else path,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            local_files_only=True,
+            **file,
+        ).eval()
+        self._windows = checkpoint.config.windows
+
+    @torch.no_grad()
+    def greedy(self, ids: Sequence[int], steps: int) -> tuple[Trail, list[int]]:
+        """One unchunked pass over ids, then `steps` greedy tokens one by one; also those tokens."""
+        out = self._model(torch.tensor([list(ids)]), use_cache=True, logits_to_keep=1)
+        trail, tokens = Trail([out.logits[0, -1].numpy()]), []
+        for _ in range(steps):
+            tokens.append(int(trail.logits[-1].argmax()))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # the argument's name changes in a later transformers
+                out = self._model(torch.tensor([tokens[-1:]]), past_key_values=out.past_key_values, use_cache=True)
+            trail.logits.append(out.logits[0, -1].numpy())
+        for layer in out.past_key_values.layers:
+            trail.keys.append(layer.keys[0].permute(1, 0, 2).numpy())
+            trail.values.append(layer.values[0].permute(1, 0, 2).numpy())
+        return trail, tokens
+
+    @torch.no_grad()
+    def masked(self, ids: Sequence[int], visible: NDArray[np.bool_], keep: int) -> list[Array]:
+        """One full pass where query q sees key k iff visible[q, k]; the logits (V,) of the last `keep` rows."""
+        n = len(ids)
+        lowest = torch.finfo(torch.float32).min
+        distance = torch.arange(n)[:, None] - torch.arange(n)[None, :]
+        full = torch.where(torch.from_numpy(visible), 0.0, lowest)[None, None]
+        masks: Any = full
+        window = next((w for w in self._windows if w is not None), None)
+        if window is not None:
+            sliding = torch.where(distance < window, full, lowest)
+            masks = sliding if None not in self._windows else {"full_attention": full, "sliding_attention": sliding}
+        out = self._model(torch.tensor([list(ids)]), attention_mask=masks, use_cache=False, logits_to_keep=keep)
+        return [row.numpy() for row in out.logits[0]]
+
+
+class TorchBackend:
+    """The torch decoder with the checkpoint's weights, behind the runtime's protocol."""
+
+    def __init__(self, checkpoint: Checkpoint, manifest: Manifest) -> None:
+        self._decoder = Decoder(checkpoint.config, kv_layout=manifest.kv_layout, head=manifest.graphs[0].head).eval()
+        load_decoder(self._decoder, checkpoint)
+
+    @torch.no_grad()
+    def run(self, graph: GraphInfo, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """See Backend.run."""
+        tensors = {name: torch.from_numpy(array) for name, array in feeds.items()}
+        past = [
+            (tensors[f"past_key_{i}"], tensors[f"past_value_{i}"]) for i in range(self._decoder.config.num_layers)
+        ]
+        logits, new = self._decoder(
+            tensors["input_ids"],
+            tensors["position_ids"],
+            tensors.get("attention_mask"),
+            tensors.get("sliding_attention_mask"),
+            past,
+        )
+        outputs = {"logits": logits.numpy()}
+        for i, (key, value) in enumerate(new):
+            outputs |= {f"new_key_{i}": key.numpy(), f"new_value_{i}": value.numpy()}
+        return outputs
+
+
+class WeightlessBackend:
+    """Graphs whose weights are inputs, as they were traced, in ONNX Runtime without its optimisations."""
+
+    def __init__(self, graphs: Mapping[str, onnx.ModelProto], weights: Mapping[str, Array], threads: int) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        self._sessions = {
+            file: onnxruntime.InferenceSession(
+                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
+            for file, model in graphs.items()
+        }
+        self._weights = weights
+
+    def run(self, graph: GraphInfo, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """See Backend.run."""
+        session = self._sessions[graph.file]
+        taken = {value.name for value in session.get_inputs()}
+        weights = {name: array for name, array in self._weights.items() if name in taken}
+        names = [value.name for value in graph.outputs]
+        return dict(zip(names, session.run(names, {**weights, **feeds}), strict=True))
+
+
+class LiteralHost:
+    """The host as section 2 of the contract words it for a first prompt: the full causal mask is cut, the cache is concatenated."""
+
+    def __init__(self, manifest: Manifest, backend: Backend) -> None:
+        self._m, self._backend = manifest, backend
+        self._graphs = {graph.role: graph for graph in manifest.graphs}
+
+    def follow(self, ids: Sequence[int], tokens: Sequence[int]) -> Trail:
+        """A prompt, chunk by chunk, then the given tokens one by one."""
+        m = self._m
+        decode = self._graphs["decode"]
+        past = {v.name: np.zeros(v.shape, v.dtype) for v in decode.inputs if v.role in ("past_key", "past_value")}
+        padded, real = pad_left(ids, m.chunk_size)
+        trail, pieces = Trail(), [([], []) for _ in m.layers]  # type: tuple[Trail, list[tuple[list[Array], list[Array]]]]
+        for start in range(0, len(padded), m.chunk_size):
+            self._run("prefill", padded, real, start, past, pieces)
+        trail.logits.append(self._logits)
+        for token in tokens:
+            padded, real = np.append(padded, token), np.append(real, 1)
+            self._run("decode", padded, real, len(padded) - 1, past, pieces)
+            trail.logits.append(self._logits)
+        trail.keys = [np.concatenate(keys) for keys, _ in pieces]
+        trail.values = [np.concatenate(values) for _, values in pieces]
+        return trail
+
+    def _run(self, role: str, padded: Array, real: Array, start: int, past: dict[str, Array], pieces: Any) -> None:
+        m, graph = self._m, self._graphs[role]
+        rows = slice(start, start + graph.rows)
+        positions = np.maximum(np.cumsum(real) - 1, 0)
+        feeds = dict(past)
+        for value in graph.inputs:
+            if value.role == "ids":
+                feeds[value.name] = padded[None, rows].astype(value.dtype)
+            elif value.role == "position_ids":
+                feeds[value.name] = positions[None, rows].astype(value.dtype)
+            elif value.role.endswith("attention_mask"):
+                window = None
+                if value.role == "sliding_attention_mask":
+                    window = next(layer.window for layer in m.layers if layer.window)
+                full = causal_mask(real, m.mask_value, window)
+                mask = chunk_mask(full, start, graph.rows, value.shape[-1], m.mask_value)
+                feeds[value.name] = mask[None, None].astype(value.dtype)
+        outputs = self._backend.run(graph, feeds)
+        self._logits = np.array(outputs["logits"][0, -1])
+        token_rows = real[rows] == 1
+        for i, (pair_key, pair_value) in enumerate(_pairs(m)):
+            for (name, new), pile, axis in zip((pair_key, pair_value), pieces[i], SLOT_AXES[m.kv_layout], strict=True):
+                past[name] = np.ascontiguousarray(_last(np.concatenate((past[name], outputs[new]), axis), axis, past[name].shape[axis]))
+                pile.append(tokens_first(outputs[new], m.kv_layout, axis)[token_rows])
+
+
+def tokens_first(array: Array, layout: str, axis: int) -> Array:
+    """A key or value output (1, ...) as (c, K, D), copied."""
+    if layout == "bskd":
+        return np.array(array[0])
+    return np.array(array[0].transpose(2, 0, 1) if axis == 3 else array[0].transpose(1, 0, 2))
+
+
+def oracle_visible(runs: Sequence[int], slots: int) -> NDArray[np.bool_]:
+    """What each query sees when the cache forgets: k <= q and k >= (end of q's run) - C, (n, n).
+
+    runs: real tokens of each run in order.
+    """
+    n = sum(runs)
+    ends = np.repeat(np.cumsum(runs), runs)  # one past the last token of q's run
+    keys = np.arange(n)
+    return (keys[None, :] <= keys[:, None]) & (keys[None, :] >= ends[:, None] - slots)
+
+
+def _pairs(m: Manifest) -> Iterator[tuple[list[str], list[str]]]:
+    for i in range(0, len(m.kv_pairs), 2):
+        yield m.kv_pairs[i], m.kv_pairs[i + 1]
+
+
+def _last(array: Array, axis: int, count: int) -> Array:
+    index = [slice(None)] * array.ndim
+    index[axis] = slice(array.shape[axis] - count, None)
+    return array[tuple(index)]

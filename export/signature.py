@@ -1,0 +1,158 @@
+"""What each graph takes and gives - names, shapes, types - as data, from a config and the chosen lengths.
+
+Knows no torch and no ONNX. L, c, C and Cs as in the contract.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollkv.models.config import DecoderConfig
+from rollkv.runtime.bundle import KV_LAYOUTS, LayerInfo, ValueInfo
+
+DEFAULT_LENGTH, DEFAULT_CHUNK, DEFAULT_ROOM = 1024, 128, 256
+OPSETS = (13, 14, 15, 16, 17, 18)
+# onnx 1.18, docs/Versioning.md: the IR version that came with each opset
+IR_VERSIONS = {13: 7, 14: 7, 15: 8, 16: 8, 17: 8, 18: 8}
+FLOAT16_MAX = 65504.0
+
+
+class ExportError(ValueError):
+    """A setting that no graph can be made for."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """The chosen lengths and forms; `resolve` makes one out of what the user gave."""
+
+    max_lm_input_len: int  # L
+    chunk_size: int  # c
+    max_kvcache_len: int  # C
+    kv_layout: str = "bskd"
+    ids: str = "int32"
+    head: str = "last"
+    mask_value: float = -32768.0
+    opset: int = 17
+    simplify: bool = True
+
+
+def resolve(
+    config: DecoderConfig,
+    *,
+    max_lm_input_len: int | None = None,
+    chunk_size: int | None = None,
+    max_kvcache_len: int | None = None,
+    allow_no_room: bool = False,
+    kv_layout: str = "bskd",
+    ids: str = "int32",
+    head: str = "last",
+    mask_value: float = -32768.0,
+    opset: int = 17,
+    simplify: bool = True,
+) -> ExportOptions:
+    """Fill in the defaults (c = 128, L = 1024, C = L + 256, less where the model ends) and check everything.
+
+    Raises ExportError that names the flag, what was given and what is allowed.
+    """
+    most = config.max_position
+    length, chunk, slots = max_lm_input_len, chunk_size, max_kvcache_len
+    if length is None:
+        end = min(slots or most, most)
+        length = min(DEFAULT_LENGTH, end - DEFAULT_ROOM) if end > 2 * DEFAULT_ROOM else max(1, end // 2)
+    if slots is None:
+        slots = min(length + DEFAULT_ROOM, most) if length < most else length + DEFAULT_ROOM
+    if chunk is None:
+        chunk = min(DEFAULT_CHUNK, slots)
+    for flag, value in (("-L", length), ("-c", chunk), ("-C", slots)):
+        if value < 1:
+            raise ExportError(f"{flag} is {value}, must be at least 1")
+    if slots > most:
+        raise ExportError(f"-C is {slots}, above the model's {most} positions; allowed: up to {most}")
+    if chunk > slots:
+        raise ExportError(f"-c is {chunk}, more than -C {slots}; allowed: 1 .. {slots}")
+    if length > slots:
+        raise ExportError(f"-C is {slots}, less than -L {length}; allowed: from {length + 1} on")
+    if length == slots and not allow_no_room:
+        raise ExportError(
+            f"-C {slots} equals -L: the longest prompt has room for one token only; raise -C, or pass --allow-no-room"
+        )
+    for flag, text, allowed in (
+        ("--kv-layout", kv_layout, KV_LAYOUTS),
+        ("--ids", ids, ("int32", "int64")),
+        ("--head", head, ("last", "all")),
+        ("--opset", opset, OPSETS),
+    ):
+        if text not in allowed:
+            raise ExportError(f"{flag} is {text!r}, allowed: {', '.join(map(str, allowed))}")
+    if not -FLOAT16_MAX <= mask_value <= -1:
+        raise ExportError(f"--mask-value is {mask_value}, allowed: -65504 .. -1")
+    return ExportOptions(
+        max_lm_input_len=length,
+        chunk_size=chunk,
+        max_kvcache_len=slots,
+        kv_layout=kv_layout,
+        ids=ids,
+        head=head,
+        mask_value=float(mask_value),
+        opset=opset,
+        simplify=simplify,
+    )
+
+
+def layer_infos(config: DecoderConfig, options: ExportOptions) -> list[LayerInfo]:
+    """The cache of each layer: C slots, or Cs = min(C, W - 1 + c) with a window W."""
+    slots = options.max_kvcache_len
+    return [
+        LayerInfo(
+            kv_len=slots if window is None else min(slots, window - 1 + options.chunk_size),
+            window=window,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rope="full",
+        )
+        for window in config.windows
+    ]
+
+
+def graph_inputs(config: DecoderConfig, options: ExportOptions, rows: int) -> list[ValueInfo]:
+    """Inputs of the graph of `rows` rows, in order."""
+    layers = layer_infos(config, options)
+    values = [ValueInfo(name="input_ids", shape=[1, rows], dtype=options.ids, role="ids")]
+    for name, slots in (
+        ("attention_mask", {layer.kv_len for layer in layers if layer.window is None}),
+        ("sliding_attention_mask", {layer.kv_len for layer in layers if layer.window is not None}),
+    ):
+        for kv_len in sorted(slots):
+            values.append(ValueInfo(name=name, shape=[1, 1, rows, kv_len], dtype="float32", role=name))
+    values.append(ValueInfo(name="position_ids", shape=[1, rows], dtype=options.ids, role="position_ids"))
+    return values + _cache_values("past", layers, options.kv_layout, None)
+
+
+def graph_outputs(config: DecoderConfig, options: ExportOptions, rows: int) -> list[ValueInfo]:
+    """Outputs of the graph of `rows` rows, in order."""
+    logits = [1, 1 if options.head == "last" else rows, config.vocab_size]
+    values = [ValueInfo(name="logits", shape=logits, dtype="float32", role="logits")]
+    return values + _cache_values("new", layer_infos(config, options), options.kv_layout, rows)
+
+
+def kv_pairs(config: DecoderConfig) -> list[list[str]]:
+    """Past input and new output that share one cache."""
+    return [[f"past_{part}_{i}", f"new_{part}_{i}"] for i in range(config.num_layers) for part in ("key", "value")]
+
+
+def _cache_values(prefix: str, layers: list[LayerInfo], layout: str, rows: int | None) -> list[ValueInfo]:
+    values = []
+    for i, layer in enumerate(layers):
+        slots = rows or layer.kv_len
+        for part in ("key", "value"):
+            if layout == "bskd":
+                shape = [1, slots, layer.kv_heads, layer.head_dim]
+            elif layout == "bksd-kt" and part == "key":
+                shape = [1, layer.kv_heads, layer.head_dim, slots]
+            else:
+                shape = [1, layer.kv_heads, slots, layer.head_dim]
+            name = f"{prefix}_{part}_{i}"
+            values.append(ValueInfo(name=name, shape=shape, dtype="float32", role=f"{prefix}_{part}", layer=i))
+    return values

@@ -1,0 +1,337 @@
+"""The ladder: proof on the files of a bundle, rung by rung, against transformers' own model.
+
+    transformers -> torch decoder -> graph as traced -> graph in the bundle -> bundle through the runtime
+
+Every rung takes the same prompts, chunked, and the same tokens after them. Logits are compared with transformers'
+after the prompt and after each token; new keys and values layer by layer with transformers' own cache, so that a
+break is found where it begins. Two more rungs: past C under `roll` against the mask oracle of the contract, and an
+audit of what the session feeds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rollkv.export.reference import (
+    LiteralHost,
+    Reference,
+    TorchBackend,
+    Trail,
+    WeightlessBackend,
+    oracle_visible,
+    tokens_first,
+)
+from rollkv.export.signature import ExportOptions
+from rollkv.export.trace import trace_graph
+from rollkv.export.write import Placed, map_tensor
+from rollkv.models.checkpoint import Checkpoint
+from rollkv.runtime.align import plan_runs
+from rollkv.runtime.backend import Array, Backend, OrtBackend, available_threads
+from rollkv.runtime.bundle import Bundle, GraphInfo, Manifest
+from rollkv.runtime.session import SLOT_AXES, Session
+
+STEPS = 6  # tokens decoded after each prompt
+TINY = 10_000_000  # parameters; float32 noise is larger beside small logits
+BOUND, BOUND_TINY = 3e-5, 1e-4  # max abs difference of logits over max |logit|
+BOUND_KV = 1e-3  # of a layer's keys or values over their largest; says where a break begins
+SEED = 20240229
+
+
+class ReferenceMismatch(ValueError):
+    """A reference that does not belong to the bundle."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One comparison: a prompt of n tokens on one rung."""
+
+    rung: str
+    n: int
+    max_abs: float  # of the logits' difference
+    relative: float  # the same over max |logit|
+    bound: float  # on `relative`
+    top1: int  # steps of `steps` with the reference's argmax
+    steps: int
+    near_ties: int  # steps whose argmax differs while the reference's two best lie within the bound
+    kv_relative: float  # largest difference of a layer's new keys or values over their largest
+    first_layer: int | None  # that breaks its bound
+    fault: str | None  # what is wrong, None when all holds
+
+    @property
+    def holds(self) -> bool:
+        """Whether every bound holds."""
+        return self.fault is None
+
+
+@dataclass
+class Report:
+    """All rows; `fault` names the first place that diverges."""
+
+    bundle: str
+    source: str
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def fault(self) -> str | None:
+        """The first row that breaks a bound, in words."""
+        return next((f"rung {row.rung}, prompt of {row.n}: {row.fault}" for row in self.rows if row.fault), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        rows = [dataclasses.asdict(row) for row in self.rows]
+        return {"bundle": self.bundle, "source": self.source, "ok": self.fault is None, "fault": self.fault, "rows": rows}
+
+
+def verify_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: Callable[[str], None]) -> Report:
+    """Climb the ladder. progress: is told of each rung before it starts.
+
+    Raises BundleError when a file is not what the manifest says, ReferenceMismatch when the checkpoint is not the one
+    that the bundle was made from.
+    """
+    m = bundle.manifest
+    progress("hashes of every file")
+    bundle.check()
+    if checkpoint.sha256() != m.source.sha256:
+        raise ReferenceMismatch(
+            f"{checkpoint.path}: not the checkpoint of this bundle, which was made from {m.source.id!r} (sha256 "
+            f"{m.source.sha256[:12]}...); pass that one with --reference"
+        )
+    report = Report(str(bundle.path), m.source.id)
+    progress("transformers, the reference")
+    reference = Reference(checkpoint)
+    prompts = test_prompts(m)
+    expected = [reference.greedy(ids, min(STEPS, m.max_kvcache_len - len(ids))) for ids in prompts]
+    bound = BOUND_TINY if sum(int(np.prod(w.shape)) for w in checkpoint.weights) < TINY else BOUND
+
+    def judge(rung: str, follow: Callable[[Sequence[int], Sequence[int]], Trail]) -> None:
+        for ids, (wanted, tokens) in zip(prompts, expected, strict=True):
+            report.rows.append(compare(rung, len(ids), wanted, follow(ids, tokens), bound))
+
+    progress("torch decoder")
+    judge("torch", LiteralHost(m, TorchBackend(checkpoint, m)).follow)
+    progress("graphs as traced")
+    judge("traced", LiteralHost(m, _traced_backend(bundle, checkpoint)).follow)
+    progress("graphs of the bundle")
+    engine = OrtBackend(bundle)
+    judge("graph", LiteralHost(m, engine).follow)
+    progress("bundle through the runtime")
+    session = Session(bundle, backend=engine)
+    judge("runtime", lambda ids, tokens: follow_session(session, ids, tokens))
+    progress("past C under roll")
+    report.rows += roll_rows(session, reference, bound)
+    progress("what the session feeds")
+    report.rows += feed_rows(bundle, engine, prompts)
+    return report
+
+
+def test_prompts(m: Manifest) -> list[list[int]]:
+    """Prompts of n tokens for every n mod c of {0, 1, c - 1}, one chunk and several, up to n = L.
+
+    Ids are drawn from the whole vocabulary; the BOS id, where there is one, comes first as in real use.
+    """
+    c, length = m.chunk_size, m.max_lm_input_len
+    sizes = {1, c - 1, c, c + 1, 2 * c - 1, 2 * c, 2 * c + 1, 4 * c + 1, length}
+    draw = np.random.default_rng(SEED)
+    prompts = []
+    for n in sorted(size for size in sizes if 1 <= size <= length):
+        ids = draw.integers(0, m.vocab_size, n).tolist()
+        prompts.append(ids if m.bos_token_id is None else [m.bos_token_id, *ids[1:]])
+    return prompts
+
+
+def compare(rung: str, n: int, wanted: Trail, got: Trail, bound: float) -> Row:
+    """One row: logits of every step, argmax of every step, keys and values of every layer."""
+    largest = max(float(np.abs(x).max()) for x in wanted.logits)
+    max_abs = _worst(np.abs(a - b).max() for a, b in zip(wanted.logits, got.logits, strict=True))
+    same, near = 0, 0
+    for a, b in zip(wanted.logits, got.logits, strict=True):
+        if a.argmax() == b.argmax():
+            same += 1
+        elif a.max() - a[b.argmax()] < bound * largest:
+            near += 1
+    kv, layer = 0.0, None
+    for i in range(len(got.keys)):
+        for a, b in ((wanted.keys[i], got.keys[i]), (wanted.values[i], got.values[i])):
+            tail = min(len(a), len(b))  # transformers' cache of a sliding layer keeps the window only
+            error = _worst([np.abs(a[-tail:] - b[-tail:]).max() / np.abs(a).max()])
+            kv = max(kv, error)
+            if not error <= BOUND_KV and layer is None:
+                layer = i
+    steps = len(wanted.logits)
+    relative = max_abs / largest
+    fault = None
+    if layer is not None:
+        fault = f"new keys or values of layer {layer} are off by {kv:.1e} of their largest (bound {BOUND_KV:.0e})"
+    elif not relative <= bound:
+        fault = f"logits are off by {max_abs:.3g}, {relative:.1e} of the largest (bound {bound:.0e})"
+    elif same + near < steps:
+        fault = f"argmax differs in {steps - same - near} of {steps} steps"
+    return Row(
+        rung=rung, n=n, max_abs=max_abs, relative=relative, bound=bound, top1=same, steps=steps, near_ties=near,
+        kv_relative=kv, first_layer=layer, fault=fault,
+    )  # fmt: skip
+
+
+def follow_session(session: Session, ids: Sequence[int], tokens: Sequence[int]) -> Trail:
+    """A prompt and the given tokens through the session; keys and values are read out of its cache at the end."""
+    session.reset()
+    trail = Trail([session.prefill(ids)])
+    trail.logits += [session.decode(token) for token in tokens]
+    m = session.manifest
+    decode = next(graph for graph in m.graphs if graph.role == "decode")
+    feeds = session.feeds(decode, plan_runs(1, session.position, 1, m.max_kvcache_len)[0], [0])
+    for i, layer in enumerate(m.layers):
+        stored = min(session.position, layer.kv_len)
+        for name, pile, axis in zip(("key", "value"), (trail.keys, trail.values), SLOT_AXES[m.kv_layout], strict=True):
+            pile.append(tokens_first(feeds[f"past_{name}_{i}"], m.kv_layout, axis)[layer.kv_len - stored :])
+    return trail
+
+
+def roll_rows(session: Session, reference: Reference, bound: float) -> list[Row]:
+    """A prompt longer than C, then decode, under `roll`: the mask oracle in one full pass of the reference."""
+    m = session.manifest
+    c, slots = m.chunk_size, m.max_kvcache_len
+    n = slots + c + 1 if slots + c + 1 + STEPS <= m.max_position else m.max_position - STEPS
+    if n <= slots:
+        return []  # C is all the positions the model has: nothing can be forgotten
+    draw = np.random.default_rng(SEED + 1)
+    ids = draw.integers(0, m.vocab_size, n + STEPS).tolist()
+    runs = [run.rows - run.pads for run in plan_runs(n, 0, c, slots)] + [1] * STEPS
+    wanted = reference.masked(ids, oracle_visible(runs, slots), STEPS + 1)
+    session.reset()
+    got = [session.prefill(ids[:n], on_limit="roll")]
+    got += [session.decode(token, on_limit="roll") for token in ids[n:]]
+    return [compare("roll", n, Trail(wanted), Trail(got), bound)]
+
+
+class RecordingBackend:
+    """Keeps copies of the last feeds of each graph and of what came out, and hands the run on."""
+
+    def __init__(self, inner: Backend) -> None:
+        self._inner = inner
+        self.runs: list[tuple[GraphInfo, dict[str, Array], dict[str, Array]]] = []
+
+    def run(self, graph: GraphInfo, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """See Backend.run."""
+        copies = {name: np.array(array) for name, array in feeds.items()}
+        outputs = self._inner.run(graph, feeds)
+        self.runs.append((graph, copies, {name: np.array(array) for name, array in outputs.items()}))
+        return outputs
+
+
+def feed_rows(bundle: Bundle, engine: Backend, prompts: Sequence[Sequence[int]]) -> list[Row]:
+    """Positions and masks of every run against the contract's words; hidden slots do not matter to the last bit."""
+    m = bundle.manifest
+    rows = []
+    for ids in prompts:
+        recorder = RecordingBackend(engine)
+        session = Session(bundle, backend=recorder)
+        session.prefill(ids)
+        if session.room():
+            session.decode(0)
+        fault, past = None, 0
+        for graph, feeds, outputs in recorder.runs:
+            pads = -len(ids) % m.chunk_size if past == 0 and graph.role == "prefill" else 0
+            fault = fault or _check_feeds(m, graph, feeds, past, pads) or _check_hidden(
+                engine, m.kv_layout, graph, feeds, outputs
+            )
+            past += graph.rows - pads
+        rows.append(
+            Row(
+                rung="feeds", n=len(ids), max_abs=0.0, relative=0.0, bound=0.0, top1=0, steps=0, near_ties=0,
+                kv_relative=0.0, first_layer=None, fault=fault,
+            )  # fmt: skip
+        )
+    return rows
+
+
+def _check_feeds(m: Manifest, graph: GraphInfo, feeds: Mapping[str, Array], past: int, pads: int) -> str | None:
+    """Each row of the run, slot by slot, from the rule in section 2 of the contract."""
+    c = graph.rows
+    positions = np.array([0] * pads + list(range(past, past + c - pads)))
+    for value in graph.inputs:
+        fed = feeds[value.name]
+        if value.role == "position_ids" and not np.array_equal(fed[0], positions):
+            return f"run at P = {past}: positions {fed[0][:8]}... are not {positions[:8]}..."
+        if not value.role.endswith("attention_mask"):
+            continue
+        slots = value.shape[-1]
+        window = next((x.window for x in m.layers if x.window), None) if value.role.startswith("sliding") else None
+        j = np.arange(slots)
+        # position that each slot holds: cached, pad (none), or of this run
+        holds = np.where(j < slots - c, past - (slots - c) + j, past + j - (slots - c) - pads)
+        holds = np.where((j >= slots - c) & (j < slots - c + pads), -1, holds)
+        q = np.where(np.arange(c) < pads, -1, positions)[:, None]
+        seen = (q >= 0) & (holds >= 0) & (holds <= q) & (True if window is None else q - holds < window)
+        if not np.array_equal(fed[0, 0], np.where(seen, 0.0, m.mask_value).astype(fed.dtype)):
+            row = int(np.flatnonzero((fed[0, 0] != np.where(seen, 0.0, m.mask_value)).any(1))[0])
+            return f"run at P = {past}: row {row} of {value.name} is not what the contract says"
+    return None
+
+
+def _check_hidden(
+    engine: Backend, layout: str, graph: GraphInfo, feeds: Mapping[str, Array], outputs: Mapping[str, Array]
+) -> str | None:
+    """Fill slots that no row sees with values of +-1e4 and other keys: the last row's logits stay as they were."""
+    for name, array in outputs.items():
+        if not np.isfinite(array).all():
+            return f"output {name} is not finite"
+    draw = np.random.default_rng(SEED + 2)
+    changed = dict(feeds)
+    by_slots = {v.shape[-1]: feeds[v.name][0, 0] for v in graph.inputs if v.role.endswith("attention_mask")}
+    for value in graph.inputs:
+        if value.role not in ("past_key", "past_value"):
+            continue
+        array = np.array(feeds[value.name])
+        axis = SLOT_AXES[layout][value.role == "past_value"]
+        slots = value.shape[axis]
+        # past slot j + c is the run's slot j; the first c are dropped by the graph
+        hidden = np.concatenate((np.ones(graph.rows, bool), (by_slots[slots] < 0).all(0)[: slots - graph.rows]))
+        view = np.moveaxis(array, axis, 0)
+        noise = draw.standard_normal(view[hidden].shape)
+        view[hidden] = np.sign(noise) * 1e4 if value.role == "past_value" else noise * (np.abs(view).max() or 1.0)
+        changed[value.name] = array
+    same = np.array_equal(outputs["logits"][0, -1], engine.run(graph, changed)["logits"][0, -1])
+    return None if same else "the logits change with what lies in hidden slots"
+
+
+def _traced_backend(bundle: Bundle, checkpoint: Checkpoint) -> WeightlessBackend:
+    """The graphs before the passes, traced again, with the bundle's own weights."""
+    import onnx
+
+    m = bundle.manifest
+    first = m.graphs[0]
+    options = ExportOptions(
+        max_lm_input_len=m.max_lm_input_len,
+        chunk_size=m.chunk_size,
+        max_kvcache_len=m.max_kvcache_len,
+        kv_layout=m.kv_layout,
+        ids=first.inputs[0].dtype,
+        head=first.head,
+        mask_value=m.mask_value,
+        opset=first.opset,
+    )
+    graphs, weights = {}, {}
+    for graph in m.graphs:
+        traced = trace_graph(checkpoint.config, options, graph.rows)
+        traced.ir_version = graph.ir_version
+        graphs[graph.file] = traced
+        for tensor in onnx.load(bundle.path / graph.file, load_external_data=False).graph.initializer:
+            if tensor.data_location == onnx.TensorProto.EXTERNAL:
+                where = {entry.key: entry.value for entry in tensor.external_data}
+                place = Placed(int(where["offset"]), int(where["length"]), tuple(tensor.dims))
+                weights[tensor.name] = map_tensor(bundle.path / where["location"], place)
+    return WeightlessBackend(graphs, weights, available_threads())
+
+
+def _worst(errors: Iterable[Any]) -> float:
+    """The largest; NaN when one is, so that no bound holds."""
+    values = np.array([float(error) for error in errors])
+    return float("nan") if np.isnan(values).any() else float(values.max())

@@ -1,0 +1,187 @@
+"""A bundle onto the disk: weights streamed into one file, graphs bound to it, the manifest, and one rename at the end.
+
+Everything is written into a folder beside the final one; a failure leaves the previous bundle as it was.
+Memory holds one block of a tensor at a time: the weight file is mapped, and its pages belong to the system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto
+
+from rollkv.export.signature import FLOAT16_MAX, ExportError
+from rollkv.models.checkpoint import Weight
+from rollkv.models.config import CheckpointError
+from rollkv.runtime.bundle import FileInfo, Manifest, hash_file
+
+WEIGHTS_FILE = "weights.bin"
+ALIGNMENT = 4096  # bytes; a tensor starts on a page, so that it can be mapped
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a tensor lies in the weight file."""
+
+    offset: int
+    length: int
+    shape: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def replacing_folder(final: Path) -> Iterator[Path]:
+    """A new folder to write into, which takes the name `final` when the block ends without an error.
+
+    Raises ExportError when `final` is a file, or a folder that is no bundle.
+    """
+    if final.is_symlink() or (final.exists() and not final.is_dir()):
+        raise ExportError(f"-o {final}: exists and is not a folder")
+    if final.is_dir() and any(final.iterdir()) and not (final / "manifest.json").is_file():
+        raise ExportError(f"-o {final}: exists and is not a bundle; give another name or remove it")
+    missing = [folder for folder in final.absolute().parents if not folder.exists()]
+    final.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent))
+    try:
+        yield work
+        work.chmod(0o777 & ~_umask())
+        if final.exists():
+            _exchange(work, final)
+        else:
+            os.rename(work, final)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        for folder in missing:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def place_weights(weights: Sequence[Weight], tables: Mapping[str, NDArray[np.float32]]) -> dict[str, Placed]:
+    """Offsets in the weight file, each tensor once."""
+    placed: dict[str, Placed] = {}
+    offset = 0
+    for name, shape in [*((w.name, w.shape) for w in weights), *((n, t.shape) for n, t in tables.items())]:
+        length = 4 * int(np.prod(shape, dtype=np.int64))
+        placed[name] = Placed(offset, length, tuple(shape))
+        offset += -(-length // ALIGNMENT) * ALIGNMENT
+    return placed
+
+
+def write_weights(
+    path: Path,
+    weights: Sequence[Weight],
+    tables: Mapping[str, NDArray[np.float32]],
+    placed: Mapping[str, Placed],
+    progress: Callable[[int], None],
+) -> None:
+    """Stream every tensor to its place. progress: is told of the bytes done.
+
+    Raises CheckpointError when a value is not finite or above 65504; OSError when the disk is full (the space is
+    reserved first, so that a full disk is an error and not a fault on a mapped page).
+    """
+    size = max(p.offset + p.length for p in placed.values())
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+    for weight in weights:
+        target = map_tensor(path, placed[weight.name], "r+")
+        weight.copy_to(target)
+        _check_range(weight.name, target)
+        progress(placed[weight.name].length)
+    for name, table in tables.items():
+        target = map_tensor(path, placed[name], "r+")
+        target[...] = table
+        progress(placed[name].length)
+
+
+def map_tensor(path: Path, place: Placed, mode: str = "r") -> NDArray[np.float32]:
+    """A tensor of the weight file as an array over the mapped file."""
+    return np.memmap(path, np.float32, mode, place.offset, place.shape)  # type: ignore[call-overload,no-any-return]
+
+
+def bind_weights(model: onnx.ModelProto, placed: Mapping[str, Placed], file: str) -> onnx.ModelProto:
+    """The weights, until now inputs of the graph, become initializers that lie in `file`, beside the graph."""
+    bound = onnx.ModelProto()
+    bound.CopyFrom(model)
+    inputs = [value for value in bound.graph.input if value.name not in placed]
+    read = {name for node in bound.graph.node for name in node.input}
+    for name, place in placed.items():
+        if name not in read:
+            continue
+        tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=place.shape)
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, text in (("location", file), ("offset", str(place.offset)), ("length", str(place.length))):
+            tensor.external_data.add(key=key, value=text)
+        bound.graph.initializer.append(tensor)
+    del bound.graph.input[:]
+    bound.graph.input.extend(inputs)
+    return bound
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write bytes to a new file, and onto the disk."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def file_infos(folder: Path) -> dict[str, FileInfo]:
+    """Size and hash of every file of a folder."""
+    return {
+        path.name: FileInfo(size=path.stat().st_size, sha256=hash_file(path)) for path in sorted(folder.iterdir())
+    }
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """manifest.json, the last file of a bundle."""
+    write_file(folder / "manifest.json", manifest.to_json().encode())
+
+
+def serialize(model: onnx.ModelProto) -> bytes:
+    """The same bytes for the same graph."""
+    return model.SerializeToString(deterministic=True)
+
+
+def _check_range(name: str, values: NDArray[np.float32]) -> None:
+    rows = values.reshape(-1)
+    step = 4 << 20
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        largest = max(float(part.max()), -float(part.min()))  # NaN when one value is
+        if not largest <= FLOAT16_MAX:
+            raise CheckpointError(f"tensor {name} reaches {largest:.6g}; allowed: up to {FLOAT16_MAX:.0f}, as in float16")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _exchange(work: Path, final: Path) -> None:
+    """Swap two folders in one step where Linux can (renameat2), so that a bundle is always there under its name."""
+    at_cwd, rename_exchange = -100, 2
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "renameat2"):
+        names = (os.fsencode(work), os.fsencode(final))
+        if libc.renameat2(at_cwd, names[0], at_cwd, names[1], rename_exchange) == 0:
+            return
+    aside = work.with_suffix(".old")
+    os.rename(final, aside)
+    try:
+        os.rename(work, final)
+    except BaseException:
+        os.rename(aside, final)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,299 @@
+"""A checkpoint on disk: a Hugging Face folder (safetensors) or a GGUF file, as a config and tensors read in slices.
+
+Names are complete both ways: a tensor that is missing, or that no part of the decoder uses, is an error.
+Knows nothing of ONNX; torch only in `load_decoder`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollkv.models.config import CheckpointError, DecoderConfig
+from rollkv.models.families import expected_shape, read_config, tensor_names, token_ids
+from rollkv.models.presets import PRESETS, cache_folder, fetch_preset, hash_file
+from rollkv.models.tensors import StoredTensor
+
+if TYPE_CHECKING:
+    from rollkv.models.decoder import Decoder
+
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+BLOCK_BYTES = 16 << 20  # of float32 read at a time
+_RECOMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|rope_freqs\.weight")
+_FLOATS = ("F32", "F16", "BF16", "F64")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of the decoder, and where its values come from."""
+
+    name: str  # in decoder.Decoder
+    stored: StoredTensor
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in the decoder."""
+        return self.stored.shape[::-1] if self.transposed else self.stored.shape
+
+    def copy_to(self, target: NDArray[np.float32]) -> None:
+        """Fill target, of this shape, block by block."""
+        count = self.stored.shape[0]
+        step = max(1, BLOCK_BYTES // (4 * max(1, int(np.prod(self.stored.shape[1:], dtype=np.int64)))))
+        for start in range(0, count, step):
+            block = self.stored.read(start, min(start + step, count))
+            if self.transposed:
+                target[:, start : start + len(block)] = block.T
+            else:
+                target[start : start + len(block)] = block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What a checkpoint holds; nothing but headers has been read."""
+
+    kind: str  # "preset", "hub", "folder" or "file"
+    id: str  # what the user called it, without its path
+    path: Path  # folder or file
+    config: DecoderConfig
+    weights: tuple[Weight, ...]
+    text: Mapping[str, bytes]  # tokenizer and generation files by name
+    files: tuple[Path, ...]  # whose content decides the numbers
+
+    def sha256(self) -> str:
+        """Hash over the config and weight files: of a single file its own, else of the files' hashes in order."""
+        hashes = [hash_file(path) for path in self.files]
+        return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def open_checkpoint(model: str, report: Callable[[str], None] = lambda line: None) -> Checkpoint:
+    """A preset's name, a Hugging Face folder, a .gguf file or a hub id, opened.
+
+    report: is told of downloads, a line each.
+    Raises CheckpointError: no such model, a file that is missing, damaged or of another model, unknown settings.
+    """
+    if model in PRESETS:
+        return replace(_open_gguf(fetch_preset(model, cache_folder(), report)), kind="preset", id=model)
+    path = Path(model)
+    with _readable(model):
+        if path.is_dir():
+            return _open_folder(path)
+        if path.is_file():
+            return _open_gguf(path)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.endswith(".gguf") and not model.startswith("."):
+        return replace(_open_folder(_hub_folder(model, report)), kind="hub", id=model)
+    raise CheckpointError(
+        f"no such model: {model!r}; give a preset ({', '.join(PRESETS)}), a Hugging Face folder, a .gguf file or a hub id"
+    )
+
+
+def load_decoder(decoder: Decoder, checkpoint: Checkpoint) -> None:
+    """Fill every parameter of a torch decoder; float32, the whole model in memory."""
+    import torch
+
+    from rollkv.models.layers import rope_tables
+
+    parameters = dict(decoder.named_parameters())  # a shared parameter appears once, under its first name
+    if decoder.head is None:
+        parameters.update({name: torch.empty(0) for name in ("head.norm.weight", "head.weight")})
+    tables = dict(zip(("rope.cos", "rope.sin"), rope_tables(checkpoint.config.rope, checkpoint.config.max_position), strict=True))
+    with torch.no_grad():
+        for weight in checkpoint.weights:
+            parameter = parameters.pop(weight.name)
+            if parameter.numel():
+                weight.copy_to(parameter.numpy())
+        for name, table in tables.items():
+            parameters.pop(name).copy_(table)
+    assert not parameters, f"never filled: {sorted(parameters)}"
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise CheckpointError(f"{folder}: no config.json in this folder, so it is no Hugging Face checkpoint")
+    raw = _read_json(config_file)
+    config = read_config(raw, str(config_file))
+    shards = _shards(folder)
+    found: dict[str, StoredTensor] = {}
+    for shard, names in shards.items():
+        held = _open_safetensors(shard)
+        for name in sorted(names - held.keys()):
+            raise CheckpointError(f"{shard}: tensor {name} should be in this shard and is not; is it of another model?")
+        found.update(held)
+    text = {name: (folder / name).read_bytes() for name in TEXT_FILES if (folder / name).is_file()}
+    config = replace(config, eos_token_ids=_all_eos(config, text, folder))
+    return Checkpoint(
+        kind="folder",
+        id=folder.resolve().name,
+        path=folder,
+        config=config,
+        weights=_weights(config, found, "hf", str(folder)),
+        text=text,
+        files=(config_file, *shards),
+    )
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    from rollkv.models.gguf_file import read_gguf
+
+    file = read_gguf(path)
+    config = read_config(file.config, str(path))
+    return Checkpoint(
+        kind="file",
+        id=path.name,
+        path=path,
+        config=config,
+        weights=_weights(config, file.tensors, "gguf", str(path)),
+        text=file.text_files(),
+        files=(path,),
+    )
+
+
+def _weights(config: DecoderConfig, found: Mapping[str, StoredTensor], column: str, where: str) -> tuple[Weight, ...]:
+    """The decoder's parameters out of the tensors found; every name on either side must have its partner."""
+    left = dict(found)
+    weights = []
+    for names in tensor_names(config):
+        name: str = getattr(names, column)
+        stored = left.pop(name, None)
+        if stored is None:
+            raise CheckpointError(f"{where}: tensor {name} is missing")
+        shape = expected_shape(names.decoder, config)
+        if stored.shape != shape:
+            raise CheckpointError(f"{where}: tensor {name} has shape {stored.shape}, the config asks for {shape}")
+        weights.append(Weight(names.decoder, stored, names.transposed))
+    head = left.pop("lm_head.weight", None) if config.tied_head else None
+    if head is not None and not _equal(head, weights[0].stored):
+        raise CheckpointError(
+            f"{where}: tie_word_embeddings is true, but lm_head.weight differs from the embedding; set it to false"
+        )
+    extra = [name for name in left if not _RECOMPUTED.fullmatch(name)]
+    if extra:
+        raise CheckpointError(
+            f"{where}: {len(extra)} tensors are not used by a {config.family} decoder, among them {extra[0]}"
+        )
+    return tuple(weights)
+
+
+def _equal(a: StoredTensor, b: StoredTensor) -> bool:
+    step = 1024
+    return a.shape == b.shape and all(
+        np.array_equal(a.read(i, min(i + step, a.shape[0])), b.read(i, min(i + step, a.shape[0])))
+        for i in range(0, a.shape[0], step)
+    )
+
+
+class _SafeTensor:
+    """One tensor of a safetensors file. The file stays mapped while its tensors live."""
+
+    def __init__(self, file: Any, name: str, where: str) -> None:
+        self._slice = file.get_slice(name)
+        self.shape: tuple[int, ...] = tuple(self._slice.get_shape())
+        if self._slice.get_dtype() not in _FLOATS:
+            raise CheckpointError(
+                f"{where}: tensor {name} is {self._slice.get_dtype()}; allowed: {', '.join(_FLOATS)} "
+                "(a quantised checkpoint must be dequantised first)"
+            )
+
+    def read(self, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows start .. stop - 1, float32."""
+        return np.asarray(self._slice[start:stop]).astype(np.float32)
+
+
+def _open_safetensors(path: Path) -> dict[str, StoredTensor]:
+    import ml_dtypes  # noqa: F401  (gives NumPy the bfloat16 that safetensors then returns)
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise CheckpointError(f"{path}: this shard is missing")
+    refuse_lfs_pointer(path)
+    try:
+        file = safe_open(path, framework="np")
+        return {name: _SafeTensor(file, name, str(path)) for name in file.keys()}  # noqa: SIM118  (no mapping)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: damaged or cut short: {error}") from None
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raise CheckpointError when the file is a Git LFS pointer in place of the weights."""
+    with path.open("rb") as file:
+        if file.read(24).startswith(b"version https://git-lfs"):
+            raise CheckpointError(f"{path}: a Git LFS pointer, not the weights; run `git lfs pull` in its folder")
+
+
+def _shards(folder: Path) -> dict[Path, set[str]]:
+    """Weight files of a folder in order, with the tensors that the index says each holds."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if index.is_file():
+        where = _read_json(index).get("weight_map")
+        if not isinstance(where, dict) or not where or not all(isinstance(v, str) for v in where.values()):
+            raise CheckpointError(f"{index}: no weight_map of tensor names to files")
+        for name in where.values():
+            if Path(name).name != name:
+                raise CheckpointError(f"{index}: file {name!r} lies outside of the folder")
+        return {folder / file: {k for k, v in where.items() if v == file} for file in sorted(set(where.values()))}
+    if single.is_file():
+        return {single: set()}
+    others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors"))
+    hint = f"; found {', '.join(others[:3])}: convert to safetensors, or pass a .gguf file itself" if others else ""
+    raise CheckpointError(f"{folder}: neither model.safetensors nor model.safetensors.index.json{hint}")
+
+
+def _all_eos(config: DecoderConfig, text: Mapping[str, bytes], folder: Path) -> tuple[int, ...]:
+    """EOS ids of config, generation_config and tokenizer_config together."""
+    ids = list(config.eos_token_ids)
+    if "generation_config.json" in text:
+        file = folder / "generation_config.json"
+        ids += token_ids(_read_json(file).get("eos_token_id"), f"{file}: eos_token_id")
+    if "tokenizer_config.json" in text and "tokenizer.json" in text:
+        token = _read_json(folder / "tokenizer_config.json").get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        tokenizer = _read_json(folder / "tokenizer.json")
+        model = tokenizer.get("model")
+        vocab = model.get("vocab") if isinstance(model, dict) else None
+        known = {**vocab} if isinstance(vocab, dict) else {}
+        known.update({t["content"]: t["id"] for t in tokenizer.get("added_tokens") or ()})
+        if token in known:
+            ids.append(known[token])
+    return tuple(sorted({i for i in ids if i < config.vocab_size}))
+
+
+def _hub_folder(model: str, report: Callable[[str], None]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    report(f"looking up {model} on the Hugging Face hub")
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    except Exception as error:  # the library raises many kinds: no network, no such model, no right to it
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(
+            f"hub id {model!r} cannot be had ({type(error).__name__}: {said[0][:160]}); offline, pass a Hugging Face folder, "
+            f"a .gguf file or a preset ({', '.join(PRESETS)})"
+        ) from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return value
+
+
+@contextlib.contextmanager
+def _readable(model: str) -> Iterator[None]:
+    try:
+        yield
+    except PermissionError as error:
+        raise CheckpointError(f"{error.filename or model}: {error.strerror}") from None

@@ -1,0 +1,160 @@
+"""What runs a graph: the `Backend` protocol, and ONNX Runtime behind it.
+
+A backend knows names, shapes and types of a graph's values, and nothing of tokens, masks or caches.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollkv.runtime.bundle import Bundle, BundleError, GraphInfo, ValueInfo
+
+Array = NDArray[Any]
+
+
+class BackendError(RuntimeError):
+    """A graph that the engine rejects or fails to run."""
+
+    exit_code = 1
+
+
+class FeedError(ValueError):
+    """An array whose name, shape, type or memory layout is not what the graph takes."""
+
+    exit_code = 2
+
+
+class Backend(Protocol):
+    """Runs the graphs of one bundle."""
+
+    def run(self, graph: GraphInfo, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """One run: every input by name, C-contiguous, in the graph's type; it may not change while the run lasts.
+
+        Returns every output by name. The arrays belong to the backend and hold until the next run of the same graph.
+        """
+        ...
+
+
+def available_threads() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class OrtBackend:
+    """ONNX Runtime on the CPU, inputs and outputs bound to NumPy memory.
+
+    Both graphs map the one weight file, whose pages the system shares. The decode session takes its weights straight
+    from there (no prepacking: a product with one row gains nothing from it). The prefill session packs its own copy,
+    which costs the size of the weights and pays for itself at every chunk; `low_memory` leaves it out there too.
+    """
+
+    def __init__(self, bundle: Bundle, threads: int | None = None, low_memory: bool = False) -> None:
+        self._bundle = bundle
+        self._threads = threads or available_threads()
+        self._low_memory = low_memory
+        self._engines: dict[str, _Engine] = {}
+        if bundle.manifest.dtype == "float16":
+            warnings.warn("this bundle is float16: the CPU computes it slowly, and not with an NPU's rounding", stacklevel=2)
+
+    def run(self, graph: GraphInfo, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """See Backend.run. Raises FeedError for a wrong feed, BackendError when ONNX Runtime fails."""
+        engine = self._engines.get(graph.file)
+        if engine is None:
+            prepack = graph.rows > 1 and not self._low_memory
+            engine = self._engines[graph.file] = _Engine(self._bundle, graph, self._threads, prepack)
+        return engine.run(feeds)
+
+    def load(self) -> None:
+        """Load every graph now, which otherwise happens when it first runs. Raises BackendError."""
+        for graph in self._bundle.manifest.graphs:
+            prepack = graph.rows > 1 and not self._low_memory
+            if graph.file not in self._engines:
+                self._engines[graph.file] = _Engine(self._bundle, graph, self._threads, prepack)
+
+
+class _Engine:
+    """One loaded graph with its output arrays."""
+
+    def __init__(self, bundle: Bundle, graph: GraphInfo, threads: int, prepack: bool) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
+        if not prepack:
+            options.add_session_config_entry("session.disable_prepacking", "1")
+        try:
+            self._session = onnxruntime.InferenceSession(
+                str(bundle.path / graph.file), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # onnxruntime raises many kinds
+            raise BackendError(f"{bundle.path / graph.file}: ONNX Runtime cannot load it: {_first_line(error)}") from None
+        self._graph = graph
+        self._inputs = {value.name: value for value in graph.inputs}
+        self._compare(bundle)
+        self._binding = self._session.io_binding()
+        self._outputs: dict[str, Array] = {}
+        for value in graph.outputs:
+            array = self._outputs[value.name] = np.zeros(value.shape, value.dtype)
+            self._binding.bind_output(value.name, "cpu", 0, array.dtype, value.shape, _address(array))
+
+    def run(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Bind, run, and give the output arrays out."""
+        for name, value in self._inputs.items():
+            array = feeds.get(name)
+            if array is None:
+                raise FeedError(f"graph {self._graph.file}: input {name} is not fed")
+            _check_feed(self._graph.file, value, array)
+            self._binding.bind_input(name, "cpu", 0, array.dtype, value.shape, _address(array))
+        if len(feeds) != len(self._inputs):
+            extra = next(name for name in feeds if name not in self._inputs)
+            raise FeedError(f"graph {self._graph.file}: {extra!r} is no input of it")
+        self._execute()
+        return self._outputs
+
+    def _execute(self) -> None:
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:  # onnxruntime raises many kinds
+            raise BackendError(f"graph {self._graph.file}: ONNX Runtime failed: {_first_line(error)}") from None
+
+    def _compare(self, bundle: Bundle) -> None:
+        """The manifest and the graph must name the same values with the same shapes and types."""
+        for listed, loaded in (
+            (self._graph.inputs, self._session.get_inputs()),
+            (self._graph.outputs, self._session.get_outputs()),
+        ):
+            says = [(v.name, v.shape, _ORT_TYPES[v.dtype]) for v in listed]
+            has = [(v.name, v.shape, v.type) for v in loaded]
+            if says != has:
+                odd = next((pair for pair in zip(says, has, strict=False) if pair[0] != pair[1]), (len(says), len(has)))
+                raise BundleError(
+                    f"{bundle.path / self._graph.file}: the manifest says {odd[0]}, the graph has {odd[1]}; export again"
+                )
+
+
+_ORT_TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)", "int32": "tensor(int32)", "int64": "tensor(int64)"}
+
+
+def _check_feed(file: str, value: ValueInfo, array: Array) -> None:
+    if array.dtype.name != value.dtype:
+        raise FeedError(f"graph {file}: input {value.name} got {array.dtype.name}, want {value.dtype}")
+    if list(array.shape) != value.shape:
+        raise FeedError(f"graph {file}: input {value.name} got shape {array.shape}, want {tuple(value.shape)}")
+    if not array.flags.c_contiguous:
+        raise FeedError(f"graph {file}: input {value.name} is not C-contiguous")
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

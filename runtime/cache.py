@@ -1,0 +1,71 @@
+"""The rolling cache: constant length, right-aligned, new tokens in at the right, old ones out at the left.
+
+`concat(cache, new)[-C:]` without the concatenation. The slots lie in one flat buffer with slack behind them; a roll
+by r tokens moves the window's start by r and writes only the new tokens. When the slack is used up the window is
+copied back to the start, once per `slack` tokens.
+
+Knows no graph: a buffer is a shape and the axis of its slots.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+
+class RollingBuffer:
+    """One cached tensor, seen as (R, C, U): R blocks of C slots of U values.
+
+    bskd (1, C, K, D) has R = 1 and U = K D; bksd (1, K, C, D) has R = K and U = D; keys of bksd-kt (1, K, D, C) have
+    R = K D and U = 1. With R > 1 the blocks stand back to back, so moving the start by r U values gives every block
+    the room for its r new slots: the r slots that the block behind it just dropped.
+    """
+
+    def __init__(self, shape: tuple[int, ...], axis: int, dtype: DTypeLike, slack: int) -> None:
+        """shape of the window with its slots along `axis`; slack in slots, the most that one roll may add."""
+        self.shape = shape
+        self.slots, self.slack = shape[axis], slack
+        self._blocks, self._unit = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+        self._size = math.prod(shape)
+        self._flat = np.zeros(self._size + slack * self._unit, dtype)
+        self._start = 0  # of the window, in slots
+        self.copied_bytes = 0  # by moving the window back, since the last reset
+
+    def reset(self) -> None:
+        """All slots zero, as if nothing was ever written."""
+        self._flat.fill(0)
+        self._start = 0
+        self.copied_bytes = 0
+
+    def window(self) -> NDArray[np.floating]:
+        """The C slots as a contiguous view of `shape`, valid until the next roll."""
+        offset = self._start * self._unit
+        return self._flat[offset : offset + self._size].reshape(self.shape)
+
+    def roll(self, new: NDArray[np.floating], skip: int = 0) -> None:
+        """Append the slots `skip` .. of new, which has `shape` but for its slot axis."""
+        tokens = new.reshape(self._blocks, -1, self._unit)[:, skip:, :]  # (R, r, U)
+        tokens = tokens[:, max(0, tokens.shape[1] - self.slots) :, :]
+        count = tokens.shape[1]
+        assert count <= self.slack, f"a roll of {count} slots needs as much slack, have {self.slack}"
+        if self._start + count > self.slack:
+            self._move_back()
+        self._start += count
+        window = self.window().reshape(self._blocks, self.slots, self._unit)
+        window[:, self.slots - count :, :] = tokens
+
+    def _move_back(self) -> None:
+        """Copy the window to the buffer's start, in pieces that do not overlap so that nothing is allocated."""
+        shift = self._start * self._unit
+        for at in range(0, self._size, shift):
+            length = min(shift, self._size - at)
+            self._flat[at : at + length] = self._flat[at + shift : at + shift + length]
+        self._start = 0
+        self.copied_bytes += self._size * self._flat.itemsize
+
+
+def default_slack(rows: int, kv_len: int) -> int:
+    """Slack in slots for a largest run of `rows` and a window of kv_len: a quarter of it, and at least one run."""
+    return max(rows, kv_len // 4)

@@ -1,0 +1,291 @@
+"""The commands of a board engineer: run, chat, info. They need neither torch nor ONNX.
+
+Also the frame for every command: one line for a user error, exit codes, closed pipes. Imports only what parsing needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from rollkv.runtime.text import Chat, Reply
+
+UNEXPECTED = 70
+EXTRAS = {  # module -> the extra that brings it
+    "torch": "export",
+    "onnx": "export",
+    "onnxscript": "export",
+    "onnx_ir": "export",
+    "onnxsim": "export",
+    "safetensors": "export",
+    "ml_dtypes": "export",
+    "gguf": "export",
+    "rich": "export",
+    "transformers": "export",
+    "huggingface_hub": "export",
+}
+
+
+class UsageError(ValueError):
+    """A flag that is wrong, or wrong together with another."""
+
+    exit_code = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with a user error in one line on stderr."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and exit with 2."""
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
+
+
+def add_commands(commands: Any) -> None:
+    """Add run, chat and info to a parser's subcommands."""
+    run = commands.add_parser("run", help="answer one prompt", description="Answer one prompt on the host, as the board will.")
+    run.add_argument("bundle", metavar="BUNDLE", help="folder that `rollkv export` wrote")
+    prompt = run.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt")
+    prompt.add_argument("--prompt-file", metavar="F", help="read the prompt from a UTF-8 file; - is standard input")
+    run.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    run.add_argument("--check", action="store_true", help="compare the hash of every file of the bundle first")
+    _add_generation(run)
+    run.set_defaults(main=run_command)
+
+    chat = commands.add_parser("chat", help="talk turn by turn", description="Talk turn by turn; /reset starts anew, /exit or Ctrl-D ends.")
+    chat.add_argument("bundle", metavar="BUNDLE", help="folder that `rollkv export` wrote")
+    chat.add_argument("--system", metavar="TEXT", help="system message")
+    _add_generation(chat)
+    chat.set_defaults(main=chat_command)
+
+    info = commands.add_parser("info", help="say what a bundle holds", description="Say what a bundle holds.")
+    info.add_argument("bundle", metavar="BUNDLE", help="folder that `rollkv export` wrote")
+    info.add_argument("--json", action="store_true", help="the manifest, as JSON")
+    info.set_defaults(main=info_command)
+
+
+def run_commands(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
+    """Parse, run the command, and turn what it raises into a line and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a console without emoji prints a mark instead of crashing
+            stream.reconfigure(errors="replace")
+    try:
+        options = parser.parse_args(arguments)
+        code: int = options.main(options)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            traceback.print_exc()
+            return UNEXPECTED
+        return _fail(f"this command needs {error.name}, which the extra brings: pip install 'rollkv[{extra}]'", 2)
+    except OSError as error:
+        return _fail(_describe(error), 1)
+    except Exception as error:
+        code = getattr(error, "exit_code", UNEXPECTED)
+        if code == UNEXPECTED:
+            traceback.print_exc()
+            return UNEXPECTED
+        return _fail(str(error), code)
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """`rollkv run`."""
+    prompt = options.prompt if options.prompt_file is None else _read_prompt(options.prompt_file)
+    chat = _open_chat(options)
+    if options.check:
+        chat.session.bundle.check()
+    generation = _generation_options(options)
+    if options.chat:
+        reply = chat.reply([{"role": "user", "content": prompt}], **generation)
+    else:
+        reply = chat.complete(prompt, **generation)
+    for piece in reply:
+        print(piece, end="", flush=True)
+    print()
+    _remark(reply)
+    return 0
+
+
+def chat_command(options: argparse.Namespace) -> int:
+    """`rollkv chat`."""
+    from rollkv.runtime.align import PromptError
+    from rollkv.runtime.session import LimitError
+    from rollkv.runtime.text import TextError
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing)
+    chat = _open_chat(options)
+    generation = _generation_options(options)
+    start = [{"role": "system", "content": options.system}] if options.system else []
+    messages = list(start)
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return 0
+        if line.strip() == "/exit":
+            return 0
+        if line.strip() == "/reset":
+            messages = list(start)
+            continue
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        pieces = []
+        try:
+            reply = chat.reply(messages, **generation)
+            for piece in reply:
+                pieces.append(piece)
+                print(piece, end="", flush=True)
+            print()
+            _remark(reply)
+        except KeyboardInterrupt:
+            print(" [interrupted]")
+        except (PromptError, LimitError, TextError) as error:
+            messages.pop()
+            print(f"rollkv: {error}; /reset starts anew", file=sys.stderr)
+            continue
+        messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def info_command(options: argparse.Namespace) -> int:
+    """`rollkv info`."""
+    from rollkv.runtime.bundle import open_bundle
+
+    bundle = open_bundle(options.bundle)
+    m = bundle.manifest
+    if options.json:
+        print(m.to_json(), end="")
+        return 0
+    cache = sum(_bytes(v.shape, v.dtype) for v in m.graphs[0].inputs if v.role in ("past_key", "past_value"))
+    windows = sorted({layer.window for layer in m.layers if layer.window is not None})
+    rows = [
+        ("model", f"{m.source.id} ({m.source.family}), {len(m.layers)} layers, hidden size {m.hidden_size}, vocabulary {m.vocab_size}"),
+        ("lengths", f"L = {m.max_lm_input_len} prompt tokens, c = {m.chunk_size} rows a run, C = {m.max_kvcache_len} slots"),
+        ("positions", f"{m.max_position}" + (f", windows {windows}" if windows else "")),
+        ("cache", f"{m.kv_layout}, {m.dtype}, {cache / 2**20:.1f} MiB"),
+        ("mask", f"0 visible, {m.mask_value:g} hidden"),
+        ("EOS ids", ", ".join(map(str, m.eos_token_ids)) or "none"),
+        *(("graph", f"{g.file}: {g.role}, {g.rows} rows, logits of {g.head}, opset {g.opset}, IR {g.ir_version}") for g in m.graphs),
+        ("weights", f"{m.weights.file}: {m.files[m.weights.file].size / 2**20:.1f} MiB"),
+    ]
+    for name, text in rows:
+        print(f"{name:10} {text}")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The runtime's commands alone: `python -m rollkv.runtime.cli`."""
+    parser = Parser(prog="rollkv", description="Run a bundle on the host.")
+    add_commands(parser.add_subparsers(metavar="COMMAND", required=True))
+    return run_commands(parser, arguments)
+
+
+def _add_generation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-new-tokens", metavar="N", type=_number(int, 1), help="tokens to generate (default: 256, or what the cache has room for)")
+    parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-k", metavar="K", type=int, default=0, help="sample from the K best only (default 0: off)")
+    parser.add_argument("--top-p", metavar="P", type=float, default=1.0, help="sample from the best that make up P (default 1: off)")
+    parser.add_argument("--min-p", metavar="P", type=float, default=0.0, help="drop tokens below P times the best one's probability (default 0: off)")
+    parser.add_argument("--repetition-penalty", metavar="R", type=float, default=1.0, help="above 1 makes tokens that occurred less likely (default 1: off)")
+    parser.add_argument("--seed", metavar="S", type=int, help="makes sampling repeatable")
+    parser.add_argument("--truncate", choices=("none", "left", "middle"), default="none", help="what to do with a prompt longer than L: refuse it (none, default), keep its end (left), or its head and its end (middle)")
+    parser.add_argument("--keep-head", metavar="N", type=_number(int, 0), help="tokens that --truncate middle keeps at the head (default L // 4)")
+    parser.add_argument("--on-limit", choices=("stop", "roll"), default="stop", help="when the cache is full: end the answer (stop, default), or forget the oldest tokens (roll)")
+    parser.add_argument("--threads", metavar="N", type=_number(int, 1), help="threads of ONNX Runtime (default: the cores of this process)")
+    parser.add_argument("--low-memory", action="store_true", help="do not let ONNX Runtime keep a packed copy of the weights; slower prefill")
+
+
+def _number(kind: Callable[[str], int], least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        value = kind(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return value
+
+    read.__name__ = "whole number"
+    return read
+
+
+def _generation_options(options: argparse.Namespace) -> dict[str, Any]:
+    from rollkv.runtime.sampling import SamplingOptions
+
+    if options.keep_head is not None and options.truncate != "middle":
+        raise UsageError("--keep-head goes with --truncate middle")
+    return {
+        "max_new_tokens": options.max_new_tokens,
+        "sampling": SamplingOptions(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            repetition_penalty=options.repetition_penalty,
+            seed=options.seed,
+        ),
+        "truncate": options.truncate,
+        "keep_head": options.keep_head,
+        "on_limit": options.on_limit,
+    }
+
+
+def _open_chat(options: argparse.Namespace) -> Chat:
+    from rollkv.runtime.session import Session
+    from rollkv.runtime.text import Chat
+
+    return Chat(Session(options.bundle, threads=options.threads, low_memory=options.low_memory))
+
+
+def _read_prompt(name: str) -> str:
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise UsageError(f"--prompt-file {name}: {error.strerror}") from None
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--prompt-file {name}: not UTF-8, byte {error.start} is 0x{data[error.start]:02x}") from None
+
+
+def _remark(reply: Reply) -> None:
+    """What a user should know of an answer besides its text, on stderr."""
+    if reply.truncated:
+        kept = reply.prompt_tokens - reply.truncated
+        print(f"rollkv: the prompt was cut from {reply.prompt_tokens} to {kept} tokens ({reply.truncated} left out)", file=sys.stderr)
+    if reply.finish_reason == "length":
+        print(f"rollkv: ended by length after {reply.generated_tokens} tokens", file=sys.stderr)
+
+
+def _bytes(shape: Sequence[int], dtype: str) -> int:
+    count = 2 if dtype == "float16" else 4
+    for size in shape:
+        count *= size
+    return count
+
+
+def _describe(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}"
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"rollkv: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

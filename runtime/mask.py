@@ -1,0 +1,71 @@
+"""Additive attention masks: 0 is visible, mask_value is hidden, nothing else.
+
+Pure functions. `causal_mask` and `chunk_mask` are how a first prompt's masks come about; `run_mask` gives the mask of
+any run, at any time, and equals them on a first prompt.
+
+P tokens that went through before, p pads, c rows of the run, C key slots.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+
+def causal_mask(real: NDArray[np.integer], mask_value: float, window: int | None = None) -> NDArray[np.float32]:
+    """The full mask of a padded prompt, (n, n).
+
+    real: (n,), 1 for a token and 0 for a pad. Row i sees column j when both are real, j <= i, and i - j < window.
+    """
+    index = np.arange(len(real))
+    distance = index[:, None] - index[None, :]
+    visible = (distance >= 0) & (real[:, None] == 1) & (real[None, :] == 1)
+    if window is not None:
+        visible &= distance < window
+    return np.where(visible, 0.0, mask_value).astype(np.float32)
+
+
+def chunk_mask(
+    full: NDArray[np.float32], start: int, rows: int, kv_len: int, mask_value: float
+) -> NDArray[np.float32]:
+    """Rows start .. start + rows - 1 of a full mask (n, n), right-aligned to (rows, kv_len).
+
+    The last slot belongs to the run's last row; what lies left of the prompt is filled with mask_value.
+    """
+    end = start + rows
+    part = full[start:end, max(0, end - kv_len) : end]
+    mask = np.full((rows, kv_len), mask_value, np.float32)
+    mask[:, kv_len - part.shape[1] :] = part
+    return mask
+
+
+def run_mask(
+    past: int,
+    pads: int,
+    rows: int,
+    kv_len: int,
+    mask_value: float,
+    *,
+    window: int | None = None,
+    dtype: DTypeLike = np.float32,
+) -> NDArray[np.floating]:
+    """The mask of one run after `past` tokens, (1, 1, rows, kv_len).
+
+    Slots 0 .. C - c - 1 hold positions P - (C - c) + j (negative: never written), then p pads, then P, P + 1, ...
+    Row p + i (position P + i) sees the slot of position k when 0 <= k <= P + i and P + i - k < window. A pad's row
+    sees nothing.
+    """
+    mask = np.full((rows, kv_len), mask_value, dtype)
+    stored = kv_len - rows  # slots of the cache that the run can see
+    for row in range(pads, rows):
+        real = row - pads  # the run's real tokens before this one
+        last = stored + row  # this row's own slot
+        before = min(past, stored)  # cached tokens that are stored and visible without a window
+        if window is not None:
+            before = max(0, min(before, window - 1 - real))
+            own = max(stored + pads, last - window + 1)
+        else:
+            own = stored + pads
+        mask[row, stored - before : stored] = 0.0
+        mask[row, own : last + 1] = 0.0
+    return mask[None, None]
