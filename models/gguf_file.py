@@ -19,7 +19,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 from rollkv.models.config import CheckpointError
-from rollkv.models.gguf_header import Header, Metadata, TensorInfo, read_header
+from rollkv.models.gguf_header import Header, Metadata, TensorInfo, quoted, read_header
 from rollkv.models.gguf_tokenizer import end_ids, special_ids, tokenizer_files
 from rollkv.models.tensors import StoredTensor
 
@@ -36,6 +36,7 @@ _KNOWN_KEYS = frozenset(
         "embedding_length",
         "feed_forward_length",
         "vocab_size",
+        "tensor_data_layout",  # a remark in files of 2023
         "attention.head_count",
         "attention.head_count_kv",
         "attention.key_length",
@@ -141,7 +142,7 @@ def read_gguf(path: Path) -> GgufFile:
     architecture = metadata.text("general.architecture")
     if architecture not in PERMUTED:
         allowed = ", ".join(PERMUTED)
-        raise CheckpointError(f"{path}: architecture {architecture!r} is not supported; supported: {allowed}")
+        raise CheckpointError(f"{path}: architecture {quoted(architecture)} is not supported; supported: {allowed}")
     infos = {info.name: info for info in header.tensors}
     for info in header.tensors:
         if not _dequantises(info.type):
@@ -184,8 +185,9 @@ def _config(architecture: str, header: Header, infos: Mapping[str, TensorInfo]) 
     path, prefix = metadata.path, architecture + "."
     for key in metadata:
         name = key.removeprefix(prefix)
-        if name != key and name not in _KNOWN_KEYS and metadata.value(key) not in (0, "", None):
-            raise CheckpointError(f"{path}: metadata key {key!r} = {metadata.value(key)!r} is not understood")
+        off = isinstance(value := metadata.value(key), (int, float)) and value == 0
+        if name != key and name not in _KNOWN_KEYS and not off:
+            raise CheckpointError(f"{path}: metadata key {key!r} = {quoted(value)} is not understood")
     if metadata.integer(prefix + "expert_count", 0):
         count = metadata.integer(prefix + "expert_count")
         raise CheckpointError(f"{path}: a mixture of {count} experts ({prefix}expert_count) is not supported")
@@ -282,7 +284,9 @@ def _rope(
     else:
         factor_key = prefix + "rope.scaling.factor"
     if kind not in ("none", "linear", "yarn"):
-        raise CheckpointError(f"{path}: {prefix}rope.scaling.type is {kind!r}; supported: 'none', 'linear', 'yarn'")
+        raise CheckpointError(
+            f"{path}: {prefix}rope.scaling.type is {quoted(kind)}; supported: 'none', 'linear', 'yarn'"
+        )
     if factors is not None:
         if kind != "none":
             raise CheckpointError(f"{path}: has both {prefix}rope.scaling.type {kind!r} and tensor {_ROPE_FACTORS!r}")

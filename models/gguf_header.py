@@ -23,6 +23,7 @@ from rollkv.models.config import CheckpointError
 SUPPORTED_VERSIONS = (2, 3)
 MAX_ENTRIES = 1 << 16  # keys, and tensors; models have a few hundred to a few thousand
 MAX_STRINGS = 1 << 22  # strings in one array; the largest vocabularies have about 2 ** 18
+MAX_NAME = 128  # bytes of a key or of a tensor's name
 MAX_DIMENSIONS = 4
 MAX_INTEGER = (1 << 31) - 1
 
@@ -54,6 +55,12 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int  # bytes
     size: int  # bytes
+
+
+def quoted(value: object) -> str:
+    """A value from a file as a message shows it: a long one is cut."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class Metadata:
@@ -118,11 +125,11 @@ class Metadata:
             raise self._unfit(key, value, "an array of strings")
         return value
 
-    def array(self, key: str, length: int) -> NDArray[Any]:
-        """An array of `length` numbers."""
+    def array(self, key: str, length: int, kinds: str) -> NDArray[Any]:
+        """An array of `length` numbers: integers for kinds "iu", floats for "f"."""
         value = self.value(key)
-        if not isinstance(value, np.ndarray) or len(value) != length:
-            raise self._unfit(key, value, f"an array of {length} numbers")
+        if not isinstance(value, np.ndarray) or len(value) != length or value.dtype.kind not in kinds:
+            raise self._unfit(key, value, f"an array of {length} {'floats' if kinds == 'f' else 'integers'}")
         return value
 
     def token(self, key: str) -> int | None:
@@ -136,9 +143,10 @@ class Metadata:
 
     def _unfit(self, key: str, value: object, allowed: str) -> CheckpointError:
         if isinstance(value, (list, np.ndarray)):
-            shown = f"an array of {len(value)}"
+            kind = value.dtype.name if isinstance(value, np.ndarray) else "string"
+            shown = f"an array of {len(value)} x {kind}"
         else:
-            shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:60] + "..."
+            shown = quoted(value)
         return CheckpointError(f"{self.path}: metadata key {key!r} is {shown}, not {allowed}")
 
 
@@ -164,7 +172,7 @@ def read_header(path: Path) -> Header:
     key_count = _count(cursor, "metadata keys")
     values: dict[str, object] = {}
     for _ in range(key_count):
-        key = cursor.text("a metadata key")
+        key = cursor.text("a metadata key", MAX_NAME)
         if key in values:
             raise CheckpointError(f"{path}: metadata key {key!r} occurs twice")
         values[key] = cursor.value(cursor.number("I", key), key)
@@ -232,9 +240,11 @@ class _Cursor:
         """One scalar of a struct format."""
         return struct.unpack_from("<" + code, self._bytes, self.advance(struct.calcsize("<" + code), what))[0]
 
-    def text(self, what: str) -> str:
+    def text(self, what: str, longest: int = MAX_INTEGER) -> str:
         """One UTF-8 string with its length before it."""
         size = self.number("Q", what)
+        if size > longest:
+            raise CheckpointError(f"{self.path}: damaged header: {what} has {size} bytes, at most {longest} are read")
         start = self.advance(size, what)
         try:
             return str(self._bytes[start : start + size], "utf-8")
@@ -270,7 +280,7 @@ class _Cursor:
 
 def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     """Name, shape, type number and offset in the data section, as the file gives them."""
-    name = cursor.text("a tensor's name")
+    name = cursor.text("a tensor's name", MAX_NAME)
     rank = cursor.number("I", name)
     if not 1 <= rank <= MAX_DIMENSIONS:
         raise CheckpointError(f"{cursor.path}: tensor {name!r} has {rank} dimensions, not 1 to {MAX_DIMENSIONS}")

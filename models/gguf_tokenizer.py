@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from gguf.constants import TokenType
 from rollkv.models.config import CheckpointError
-from rollkv.models.gguf_header import Metadata
+from rollkv.models.gguf_header import Metadata, quoted
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
@@ -52,6 +52,7 @@ _LLAMA3 = PreTokenizer(splits=(_WORDS.format(digits="{1,3}"),), whole_words=True
 
 PRE_TOKENIZERS = {  # tokenizer.ggml.pre -> what it stands for
     "gpt-2": _GPT2,
+    # what llama.cpp falls back to; no model was trained with it
     "default": PreTokenizer(splits=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]")),
     "smollm": _SINGLE_DIGITS,
     "starcoder": _SINGLE_DIGITS,
@@ -61,7 +62,6 @@ PRE_TOKENIZERS = {  # tokenizer.ggml.pre -> what it stands for
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
     "tekken": PreTokenizer(splits=(_TEKKEN_WORDS,), whole_words=True, add_bos=True),
-    "deepseek-coder": PreTokenizer(splits=("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
 }
 
 
@@ -92,7 +92,7 @@ def tokenizer_files(metadata: Metadata) -> dict[str, bytes]:
     """
     kind = metadata.text("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
-        raise CheckpointError(f"{metadata.path}: tokenizer.ggml.model is {kind!r}; supported: 'gpt2', 'llama'")
+        raise CheckpointError(f"{metadata.path}: tokenizer.ggml.model is {quoted(kind)}; supported: 'gpt2', 'llama'")
     tokens = _tokens(metadata)
     types = _token_types(metadata, len(tokens))
     special = special_ids(metadata)
@@ -103,14 +103,17 @@ def tokenizer_files(metadata: Metadata) -> dict[str, bytes]:
         tokenizer, add_bos = _sentencepiece(metadata, tokens, types, special.get("unknown")), True
     tokenizer.add_tokens(
         [
-            AddedToken(token, special=kind != TokenType.USER_DEFINED, normalized=False)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
+            AddedToken(token, special=mark != TokenType.USER_DEFINED, normalized=False)
+            for token, mark in zip(tokens, types, strict=True)
+            if mark in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
         ]
     )
-    add_bos = metadata.flag("tokenizer.ggml.add_bos_token", add_bos) and "bos" in special
-    add_eos = metadata.flag("tokenizer.ggml.add_eos_token", False) and "eos" in special
-    before, after = [special["bos"]] * add_bos, [special["eos"]] * add_eos
+    add_bos = metadata.flag("tokenizer.ggml.add_bos_token", add_bos)
+    add_eos = metadata.flag("tokenizer.ggml.add_eos_token", False)
+    for name, added in (("bos", add_bos), ("eos", add_eos)):
+        if added and name not in special:
+            metadata.value(f"tokenizer.ggml.{name}_token_id")  # is absent, and says so
+    before, after = [special["bos"]] if add_bos else [], [special["eos"]] if add_eos else []
     if before or after:
         tokenizer.post_processor = _template(tokens, before, after)
     config: dict[str, object] = {
@@ -135,7 +138,7 @@ def _tokens(metadata: Metadata) -> list[str]:
     seen: dict[str, int] = {}
     for index, token in enumerate(tokens):
         if seen.setdefault(token, index) != index:
-            raise CheckpointError(f"{metadata.path}: tokens {seen[token]} and {index} are both {token!r}")
+            raise CheckpointError(f"{metadata.path}: tokens {seen[token]} and {index} are both {quoted(token)}")
     return tokens
 
 
@@ -143,14 +146,16 @@ def _token_types(metadata: Metadata, count: int) -> list[int]:
     key = "tokenizer.ggml.token_type"
     if key not in metadata:
         return [int(TokenType.NORMAL)] * count
-    return [int(kind) for kind in metadata.array(key, count)]
+    return [int(kind) for kind in metadata.array(key, count, "iu")]
 
 
 def _pre_tokenizer(metadata: Metadata) -> PreTokenizer:
     name = metadata.text("tokenizer.ggml.pre")
     if name not in PRE_TOKENIZERS:
         allowed = ", ".join(PRE_TOKENIZERS)
-        raise CheckpointError(f"{metadata.path}: tokenizer.ggml.pre is {name!r}, which is not known; known: {allowed}")
+        raise CheckpointError(
+            f"{metadata.path}: tokenizer.ggml.pre is {quoted(name)}, which is not known; known: {allowed}"
+        )
     return PRE_TOKENIZERS[name]
 
 
@@ -161,7 +166,9 @@ def _byte_level(metadata: Metadata, tokens: list[str], pre: PreTokenizer) -> Tok
         left, _, right = merge[1:].partition(" ")  # the first character is never the separator
         left = merge[:1] + left
         if left not in vocab or right not in vocab or left + right not in vocab:
-            raise CheckpointError(f"{metadata.path}: merge {number}, {merge!r}, does not join two tokens to a third")
+            raise CheckpointError(
+                f"{metadata.path}: merge {number}, {quoted(merge)}, does not join two tokens to a third"
+            )
         merges.append((left, right))
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre.whole_words))
     if pre.nfc:
@@ -179,7 +186,7 @@ def _sentencepiece(metadata: Metadata, tokens: list[str], types: list[int], unkn
         value = metadata.value(f"tokenizer.ggml.{key}") if f"tokenizer.ggml.{key}" in metadata else False
         if value is not False:
             raise CheckpointError(f"{metadata.path}: tokenizer.ggml.{key} is not supported for tokenizer 'llama'")
-    scores = metadata.array("tokenizer.ggml.scores", len(tokens))
+    scores = metadata.array("tokenizer.ggml.scores", len(tokens), "f")
     if not np.isfinite(scores).all():
         raise CheckpointError(f"{metadata.path}: tokenizer.ggml.scores has values that are not finite")
     tokenizer = Tokenizer(
