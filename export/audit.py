@@ -16,7 +16,25 @@ from rollkv.runtime.bundle import GraphInfo, ValueInfo
 
 MAX_RANK = 4
 ALLOWED_OPS = frozenset(
-    "Add Concat Div Gather Gemm MatMul Mul Neg ReduceMean Reshape Sigmoid Slice Softmax Sqrt Sub Transpose Unsqueeze".split()
+    [
+        "Add",
+        "Concat",
+        "Div",
+        "Gather",
+        "Gemm",
+        "MatMul",
+        "Mul",
+        "Neg",
+        "ReduceMean",
+        "Reshape",
+        "Sigmoid",
+        "Slice",
+        "Softmax",
+        "Sqrt",
+        "Sub",
+        "Transpose",
+        "Unsqueeze",
+    ]
 )
 # Above this many bytes of a float16 mask operand (heads x c x C) a known HTP compiler pairs rows wrongly.
 MASK_OPERAND_LIMIT = 1 << 20
@@ -61,8 +79,8 @@ def _versions(model: onnx.ModelProto, info: GraphInfo) -> Iterator[str]:
 
 
 def _signature(values: Sequence[onnx.ValueInfoProto], listed: Sequence[ValueInfo], what: str) -> Iterator[str]:
-    has = [(v.name, _type(v), _dims(v)) for v in values]
-    says = [(v.name, v.dtype, list(v.shape)) for v in listed]
+    has = [f"{v.name} {_type(v)} {_dims(v)}" for v in values]
+    says = [f"{v.name} {v.dtype} {v.shape}" for v in listed]
     if has != says:
         odd = [a for a in has if a not in says] or [b for b in says if b not in has] or ["their order"]
         yield f"{what}s differ from the manifest: {odd[0]}"

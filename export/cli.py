@@ -21,28 +21,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Every command with every flag."""
-    parser = Parser(prog="rollkv", description="Take a language model to an NPU board: static chunked-prefill ONNX graphs with a rolling KV cache.")
+    parser = Parser(
+        prog="rollkv",
+        description="Take a language model to an NPU board: static ONNX graphs, chunked prefill, a rolling KV cache.",
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    export = commands.add_parser("export", help="write a bundle from a checkpoint", description="Write a bundle from a checkpoint.")
-    export.add_argument("model", metavar="MODEL", help="preset (smollm2-135m, qwen2.5-coder-0.5b), Hugging Face folder, .gguf file or hub id")
-    export.add_argument("-o", "--output", metavar="BUNDLE", required=True, help="folder to write; a bundle that is there is replaced at the end")
-    export.add_argument("-L", "--max-lm-input-len", metavar="L", type=int, help="longest prompt in tokens (default 1024)")
+    export = commands.add_parser(
+        "export", help="write a bundle from a checkpoint", description="Write a bundle from a checkpoint."
+    )
+    export.add_argument(
+        "model",
+        metavar="MODEL",
+        help="preset (smollm2-135m, qwen2.5-coder-0.5b), Hugging Face folder, .gguf file or hub id",
+    )
+    export.add_argument(
+        "-o",
+        "--output",
+        metavar="BUNDLE",
+        required=True,
+        help="folder to write; a bundle that is there is replaced at the end",
+    )
+    export.add_argument(
+        "-L", "--max-lm-input-len", metavar="L", type=int, help="longest prompt in tokens (default 1024)"
+    )
     export.add_argument("-c", "--chunk-size", metavar="c", type=int, help="rows of one prefill run (default 128)")
-    export.add_argument("-C", "--max-kvcache-len", metavar="C", type=int, help="key slots that a query can see, its own run included (default L + 256)")
-    export.add_argument("--allow-no-room", action="store_true", help="allow C == L, which leaves the longest prompt one token")
+    export.add_argument(
+        "-C",
+        "--max-kvcache-len",
+        metavar="C",
+        type=int,
+        help="key slots that a query can see, its own run included (default L + 256)",
+    )
+    export.add_argument(
+        "--allow-no-room", action="store_true", help="allow C == L, which leaves the longest prompt one token"
+    )
     export.add_argument("--kv-layout", metavar="LAYOUT", default="bskd", help="bskd (default), bksd or bksd-kt")
-    export.add_argument("--ids", metavar="TYPE", default="int32", help="type of ids and positions: int32 (default) or int64")
+    export.add_argument(
+        "--ids", metavar="TYPE", default="int32", help="type of ids and positions: int32 (default) or int64"
+    )
     export.add_argument("--head", metavar="ROWS", default="last", help="logits of the last row (default) or of all")
-    export.add_argument("--mask-value", metavar="X", type=float, default=-32768.0, help="what hides a slot (default -32768)")
+    export.add_argument(
+        "--mask-value", metavar="X", type=float, default=-32768.0, help="what hides a slot (default -32768)"
+    )
     export.add_argument("--opset", metavar="N", type=int, default=17, help="ONNX opset, 13 to 18 (default 17)")
     export.add_argument("--no-simplify", action="store_true", help="leave onnxsim out")
     export.add_argument("--json", action="store_true", help="print a summary as JSON")
     export.set_defaults(main=export_command)
 
-    verify = commands.add_parser("verify", help="prove a bundle against transformers", description="Prove a bundle against transformers' own model of its checkpoint, rung by rung.")
+    verify = commands.add_parser(
+        "verify",
+        help="prove a bundle against transformers",
+        description="Prove a bundle against transformers' own model of its checkpoint, rung by rung.",
+    )
     verify.add_argument("bundle", metavar="BUNDLE", help="folder that `rollkv export` wrote")
-    verify.add_argument("--reference", metavar="MODEL", help="the checkpoint (default: the preset or hub id that the manifest names)")
+    verify.add_argument(
+        "--reference", metavar="MODEL", help="the checkpoint (default: the preset or hub id that the manifest names)"
+    )
     output = verify.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print the report as JSON")
     output.add_argument("--json-out", metavar="FILE", help="write the report as JSON to a file, besides the table")
@@ -83,7 +118,9 @@ def export_command(options: argparse.Namespace) -> int:
     size = sum(info.size for info in manifest.files.values())
     operand = mask_operand_bytes(checkpoint.config.num_heads, chosen.chunk_size, chosen.max_kvcache_len)
     if "tokenizer.json" not in checkpoint.text:
-        progress.line("the checkpoint has no tokenizer.json: this bundle takes token ids only (Session in the Python API)")
+        progress.line(
+            "the checkpoint has no tokenizer.json: this bundle takes token ids only (Session in the Python API)"
+        )
     if operand > MASK_OPERAND_LIMIT:
         progress.line(
             f"the mask operand of a prefill run is {operand / 2**20:.2f} MiB (2 bytes x heads x c x C); "

@@ -107,7 +107,9 @@ def gemm_with_table(model: onnx.ModelProto) -> tuple[onnx.ModelProto, bool]:
                 model.graph.initializer.append(numpy_helper.from_array(np.array(dims, np.int64), name))
             nodes += [
                 helper.make_node("Reshape", [x, flat], [f"{y}/in"], f"{node.name}/flatten"),
-                helper.make_node("Gemm", [f"{y}/in", turned[node.input[1]]], [f"{y}/out"], f"{node.name}/gemm", transB=1),
+                helper.make_node(
+                    "Gemm", [f"{y}/in", turned[node.input[1]]], [f"{y}/out"], f"{node.name}/gemm", transB=1
+                ),
                 helper.make_node("Reshape", [f"{y}/out", back], [y], f"{node.name}/unflatten"),
             ]
             changed = True
@@ -127,7 +129,7 @@ def simplify_graph(model: onnx.ModelProto) -> tuple[onnx.ModelProto, bool]:
 
 
 def share_constants(model: onnx.ModelProto) -> tuple[onnx.ModelProto, bool]:
-    """One initializer for each distinct constant, none without a reader; no Constant nodes; no node without a reader."""
+    """One initializer for each distinct constant, no Constant nodes, nothing that has no reader."""
     constants = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
     nodes = []
     for node in model.graph.node:
@@ -200,14 +202,16 @@ def strip_remarks(model: onnx.ModelProto) -> tuple[onnx.ModelProto, bool]:
 
 
 def _check_schema(node: onnx.NodeProto, now: int, opset: int) -> None:
-    """Refuse a node that means something else at the lower opset; inputs and attributes of types we use are the same."""
+    """Refuse a node that has no form at the lower opset, or another meaning there."""
     old = onnx.defs.get_schema(node.op_type, opset, node.domain)
     unknown = [a.name for a in node.attribute if a.name not in old.attributes]
     if unknown or len(node.input) > old.max_input:
-        raise ValueError(f"{node.op_type} {node.name} has no form at opset {opset} (written at {now}): {unknown or 'inputs'}")
-    if old.since_version != onnx.defs.get_schema(node.op_type, now, node.domain).since_version:
-        if node.op_type not in _SAME_MEANING:
-            raise ValueError(f"{node.op_type} {node.name} changed between opset {opset} and {now}; there is no rule for it")
+        raise ValueError(
+            f"{node.op_type} {node.name} has no form at opset {opset} (written at {now}): {unknown or 'inputs'}"
+        )
+    changed = old.since_version != onnx.defs.get_schema(node.op_type, now, node.domain).since_version
+    if changed and node.op_type not in _SAME_MEANING:
+        raise ValueError(f"{node.op_type} {node.name} changed between opset {opset} and {now}; there is no rule for it")
 
 
 # Ops whose versions between 13 and 18 differ in types or optional attributes only; read from ONNX's Changelog.md.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +40,7 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
         cos, sin = rope_tables(config.rope, config.max_position)
         tables = {"rope.cos": cos.numpy(), "rope.sin": sin.numpy()}
         placed = place_weights(checkpoint.weights, tables)
-        graphs = []
+        graphs: list[GraphInfo] = []
         for role, rows in (("prefill", options.chunk_size), ("decode", 1)):
             info = graph_info(checkpoint, options, role, rows)
             report(f"trace {role}", len(graphs), 2)
@@ -68,9 +67,7 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
         for name, data in checkpoint.text.items():
             write_file(folder / name, data)
         report("hashes", 0, 1)
-        manifest = replace(
-            _manifest(checkpoint, options, graphs, total), files=file_infos(folder)
-        )
+        manifest = replace(_manifest(checkpoint, options, graphs, total), files=file_infos(folder))
         write_manifest(folder, manifest)
         report("hashes", 1, 1)
     return manifest

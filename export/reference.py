@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,9 +101,7 @@ class TorchBackend:
     def run(self, graph: GraphInfo, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """See Backend.run."""
         tensors = {name: torch.from_numpy(array) for name, array in feeds.items()}
-        past = [
-            (tensors[f"past_key_{i}"], tensors[f"past_value_{i}"]) for i in range(self._decoder.config.num_layers)
-        ]
+        past = [(tensors[f"past_key_{i}"], tensors[f"past_value_{i}"]) for i in range(self._decoder.config.num_layers)]
         logits, new = self._decoder(
             tensors["input_ids"],
             tensors["position_ids"],
@@ -129,9 +126,7 @@ class WeightlessBackend:
         options.log_severity_level = 3
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         self._sessions = {
-            file: onnxruntime.InferenceSession(
-                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-            )
+            file: onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
             for file, model in graphs.items()
         }
         self._weights = weights
@@ -146,7 +141,7 @@ class WeightlessBackend:
 
 
 class LiteralHost:
-    """The host as section 2 of the contract words it for a first prompt: the full causal mask is cut, the cache is concatenated."""
+    """The host as the contract words it for a first prompt: the full mask is cut, the cache is concatenated."""
 
     def __init__(self, manifest: Manifest, backend: Backend) -> None:
         self._m, self._backend = manifest, backend
@@ -192,7 +187,9 @@ class LiteralHost:
         token_rows = real[rows] == 1
         for i, (pair_key, pair_value) in enumerate(_pairs(m)):
             for (name, new), pile, axis in zip((pair_key, pair_value), pieces[i], SLOT_AXES[m.kv_layout], strict=True):
-                past[name] = np.ascontiguousarray(_last(np.concatenate((past[name], outputs[new]), axis), axis, past[name].shape[axis]))
+                past[name] = np.ascontiguousarray(
+                    _last(np.concatenate((past[name], outputs[new]), axis), axis, past[name].shape[axis])
+                )
                 pile.append(tokens_first(outputs[new], m.kv_layout, axis)[token_rows])
 
 

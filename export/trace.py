@@ -75,16 +75,15 @@ def trace_graph(config: DecoderConfig, options: ExportOptions, rows: int) -> onn
         bound |= {f"past_{part}": f"past_{part}_{i}" for part in ("key", "value")}
         fixed = {f"new_{part}": f"new_{part}_{i}" for part in ("key", "value")}
         hidden_name = graph.add(layers[mask], f"layers.{i}", bound, fixed)["hidden_out"]
-    assert decoder.head is not None
-    graph.add(_trace(decoder.head, {"hidden": hidden}, ("logits",)), "head", {"hidden": hidden_name}, {"logits": "logits"})
+    graph.add(
+        _trace(decoder.head, {"hidden": hidden}, ("logits",)), "head", {"hidden": hidden_name}, {"logits": "logits"}
+    )
 
     parameters = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, list(parameter.shape))
         for name, parameter in decoder.named_parameters()
     ]
-    proto = helper.make_graph(
-        graph.nodes, "rollkv", [*map(_value, inputs), *parameters], [*map(_value, outputs)]
-    )
+    proto = helper.make_graph(graph.nodes, "rollkv", [*map(_value, inputs), *parameters], [*map(_value, outputs)])
     return helper.make_model(proto, opset_imports=[helper.make_opsetid("", TRACED_OPSET)], producer_name="rollkv")
 
 

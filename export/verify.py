@@ -86,7 +86,13 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         rows = [dataclasses.asdict(row) for row in self.rows]
-        return {"bundle": self.bundle, "source": self.source, "ok": self.fault is None, "fault": self.fault, "rows": rows}
+        return {
+            "bundle": self.bundle,
+            "source": self.source,
+            "ok": self.fault is None,
+            "fault": self.fault,
+            "rows": rows,
+        }
 
 
 def verify_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: Callable[[str], None]) -> Report:
@@ -174,9 +180,18 @@ def compare(rung: str, n: int, wanted: Trail, got: Trail, bound: float) -> Row:
     elif same + near < steps:
         fault = f"argmax differs in {steps - same - near} of {steps} steps"
     return Row(
-        rung=rung, n=n, max_abs=max_abs, relative=relative, bound=bound, top1=same, steps=steps, near_ties=near,
-        kv_relative=kv, first_layer=layer, fault=fault,
-    )  # fmt: skip
+        rung=rung,
+        n=n,
+        max_abs=max_abs,
+        relative=relative,
+        bound=bound,
+        top1=same,
+        steps=steps,
+        near_ties=near,
+        kv_relative=kv,
+        first_layer=layer,
+        fault=fault,
+    )
 
 
 def follow_session(session: Session, ids: Sequence[int], tokens: Sequence[int]) -> Trail:
@@ -239,15 +254,26 @@ def feed_rows(bundle: Bundle, engine: Backend, prompts: Sequence[Sequence[int]])
         fault, past = None, 0
         for graph, feeds, outputs in recorder.runs:
             pads = -len(ids) % m.chunk_size if past == 0 and graph.role == "prefill" else 0
-            fault = fault or _check_feeds(m, graph, feeds, past, pads) or _check_hidden(
-                engine, m.kv_layout, graph, feeds, outputs
+            fault = (
+                fault
+                or _check_feeds(m, graph, feeds, past, pads)
+                or _check_hidden(engine, m.kv_layout, graph, feeds, outputs)
             )
             past += graph.rows - pads
         rows.append(
             Row(
-                rung="feeds", n=len(ids), max_abs=0.0, relative=0.0, bound=0.0, top1=0, steps=0, near_ties=0,
-                kv_relative=0.0, first_layer=None, fault=fault,
-            )  # fmt: skip
+                rung="feeds",
+                n=len(ids),
+                max_abs=0.0,
+                relative=0.0,
+                bound=0.0,
+                top1=0,
+                steps=0,
+                near_ties=0,
+                kv_relative=0.0,
+                first_layer=None,
+                fault=fault,
+            )
         )
     return rows
 

@@ -138,9 +138,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 def file_infos(folder: Path) -> dict[str, FileInfo]:
     """Size and hash of every file of a folder."""
-    return {
-        path.name: FileInfo(size=path.stat().st_size, sha256=hash_file(path)) for path in sorted(folder.iterdir())
-    }
+    return {path.name: FileInfo(size=path.stat().st_size, sha256=hash_file(path)) for path in sorted(folder.iterdir())}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -150,7 +148,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def serialize(model: onnx.ModelProto) -> bytes:
     """The same bytes for the same graph."""
-    return model.SerializeToString(deterministic=True)
+    data: bytes = model.SerializeToString(deterministic=True)
+    return data
 
 
 def _check_range(name: str, values: NDArray[np.float32]) -> None:
@@ -160,7 +159,9 @@ def _check_range(name: str, values: NDArray[np.float32]) -> None:
         part = rows[start : start + step]
         largest = max(float(part.max()), -float(part.min()))  # NaN when one value is
         if not largest <= FLOAT16_MAX:
-            raise CheckpointError(f"tensor {name} reaches {largest:.6g}; allowed: up to {FLOAT16_MAX:.0f}, as in float16")
+            raise CheckpointError(
+                f"tensor {name} reaches {largest:.6g}; allowed: up to {FLOAT16_MAX:.0f}, as in float16"
+            )
 
 
 def _umask() -> int:

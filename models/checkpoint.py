@@ -92,7 +92,8 @@ def open_checkpoint(model: str, report: Callable[[str], None] = lambda line: Non
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.endswith(".gguf") and not model.startswith("."):
         return replace(_open_folder(_hub_folder(model, report)), kind="hub", id=model)
     raise CheckpointError(
-        f"no such model: {model!r}; give a preset ({', '.join(PRESETS)}), a Hugging Face folder, a .gguf file or a hub id"
+        f"no such model: {model!r}; give a preset ({', '.join(PRESETS)}), a Hugging Face folder, a .gguf file "
+        "or a hub id"
     )
 
 
@@ -102,17 +103,13 @@ def load_decoder(decoder: Decoder, checkpoint: Checkpoint) -> None:
 
     from rollkv.models.layers import rope_tables
 
-    parameters = dict(decoder.named_parameters())  # a shared parameter appears once, under its first name
-    if decoder.head is None:
-        parameters.update({name: torch.empty(0) for name in ("head.norm.weight", "head.weight")})
-    tables = dict(zip(("rope.cos", "rope.sin"), rope_tables(checkpoint.config.rope, checkpoint.config.max_position), strict=True))
+    parameters = dict(decoder.named_parameters())  # a shared one appears once, under its first name
+    cos, sin = rope_tables(checkpoint.config.rope, checkpoint.config.max_position)
     with torch.no_grad():
         for weight in checkpoint.weights:
-            parameter = parameters.pop(weight.name)
-            if parameter.numel():
-                weight.copy_to(parameter.numpy())
-        for name, table in tables.items():
-            parameters.pop(name).copy_(table)
+            weight.copy_to(parameters.pop(weight.name).numpy())
+        parameters.pop("rope.cos").copy_(cos)
+        parameters.pop("rope.sin").copy_(sin)
     assert not parameters, f"never filled: {sorted(parameters)}"
 
 
@@ -218,7 +215,8 @@ def _open_safetensors(path: Path) -> dict[str, StoredTensor]:
     refuse_lfs_pointer(path)
     try:
         file = safe_open(path, framework="np")
-        return {name: _SafeTensor(file, name, str(path)) for name in file.keys()}  # noqa: SIM118  (no mapping)
+        names: list[str] = file.keys()  # type: ignore[no-untyped-call]
+        return {name: _SafeTensor(file, name, str(path)) for name in names}
     except SafetensorError as error:
         raise CheckpointError(f"{path}: damaged or cut short: {error}") from None
 
@@ -276,8 +274,8 @@ def _hub_folder(model: str, report: Callable[[str], None]) -> Path:
     except Exception as error:  # the library raises many kinds: no network, no such model, no right to it
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(
-            f"hub id {model!r} cannot be had ({type(error).__name__}: {said[0][:160]}); offline, pass a Hugging Face folder, "
-            f"a .gguf file or a preset ({', '.join(PRESETS)})"
+            f"hub id {model!r} cannot be had ({type(error).__name__}: {said[0][:160]}); offline, pass a Hugging Face "
+            f"folder, a .gguf file or a preset ({', '.join(PRESETS)})"
         ) from None
 
 

@@ -77,20 +77,21 @@ class Head(nn.Module):
         """(1, c, H) -> (1, 1, V) for rows == "last", (1, c, V) for "all"."""
         if self.rows == "last":
             x = x.narrow(1, x.shape[1] - 1, 1)
-        return self.norm(x) @ (self.weight.t() if self.tied else self.weight)
+        logits: Tensor = self.norm(x) @ (self.weight.t() if self.tied else self.weight)
+        return logits
 
 
 class Decoder(nn.Module):
     """All of a model between token ids and logits, one run of c rows at a time."""
 
     def __init__(self, config: DecoderConfig, *, kv_layout: str = "bskd", head: str = "last") -> None:
-        """head: "last", "all" or "none" rows of logits."""
+        """head: rows of logits, "last" or "all"."""
         super().__init__()
         self.config = config
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.rope = Rope(config.rope, config.max_position)
         self.layers = nn.ModuleList(Layer(config, kv_layout) for _ in config.windows)
-        self.head = None if head == "none" else Head(config, head, self.embedding.weight)
+        self.head = Head(config, head, self.embedding.weight)
 
     def forward(
         self,
@@ -99,12 +100,11 @@ class Decoder(nn.Module):
         mask: Tensor | None,
         sliding_mask: Tensor | None,
         past: Sequence[tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor | None, list[tuple[Tensor, Tensor]]]:
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """One run.
 
         input_ids, position_ids (1, c); mask (1, 1, c, C) for layers without a window, sliding_mask (1, 1, c, Cs) for
-        those with one; past: key and value per layer. Returns logits (None without a head) and new key and value
-        per layer.
+        those with one; past: key and value per layer. Returns logits, and new key and value per layer.
         """
         x = self.embedding(input_ids)
         cos, sin = self.rope(position_ids)
@@ -112,4 +112,4 @@ class Decoder(nn.Module):
         for layer, window, (past_key, past_value) in zip(self.layers, self.config.windows, past, strict=True):
             x, key, value = layer(x, cos, sin, mask if window is None else sliding_mask, past_key, past_value)
             new.append((key, value))
-        return None if self.head is None else self.head(x), new
+        return self.head(x), new

@@ -7,7 +7,7 @@ change the numbers and is not understood is refused. Knows no file format and no
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollkv.models.config import CheckpointError, DecoderConfig, RopeConfig
@@ -23,6 +23,7 @@ class Family:
     settings: Mapping[str, Any]
     qkv_bias: bool = False  # always there, not a setting
     qk_norm: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # settings that may be there with this value only
     windows: str = "none"  # "none", "all" layers, or "from" the layer max_window_layers on, behind use_sliding_window
 
 
@@ -68,6 +69,7 @@ FAMILIES: Mapping[str, Family] = {
             model_type="qwen2",
             settings={**_GEOMETRY, "num_key_value_heads": REQUIRED, **_WINDOW_SWITCH},
             qkv_bias=True,
+            fixed={"attention_bias": True},
             windows="from",
         ),
         Family(
@@ -87,11 +89,40 @@ FAMILIES: Mapping[str, Family] = {
 
 # Settings that say nothing about the numbers of a forward pass in evaluation mode.
 _HARMLESS = frozenset(
-    """architectures attention_dropout auto_map bad_words_ids chunk_size_feed_forward dtype finetuning_task hidden_dropout
-    id2label initializer_range is_llama_config label2id model_type name_or_path _name_or_path output_attentions
-    output_hidden_states pad_token_id pretraining_tp problem_type return_dict rope_interleaved tokenizer_class
-    torch_dtype transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version use_cache
-    _attn_implementation _attn_implementation_autoset attn_implementation""".split()
+    [
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "bad_words_ids",
+        "chunk_size_feed_forward",
+        "dtype",
+        "finetuning_task",
+        "hidden_dropout",
+        "id2label",
+        "initializer_range",
+        "is_llama_config",
+        "label2id",
+        "model_type",
+        "name_or_path",
+        "_name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers.js_config",
+        "transformers_version",
+        "unk_token_id",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "attn_implementation",
+    ]
 )
 _ROPE_KEYS = {
     "default": (),
@@ -114,13 +145,15 @@ def read_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
             f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
         )
     for key, value in raw.items():
-        if key in family.settings or key in _HARMLESS or value is None or value is False:
-            if key == "rope_interleaved" and value:
-                raise CheckpointError(f"{where}: rope_interleaved {value!r} is not supported; allowed: false")
+        if key in family.fixed and value is not None and value != family.fixed[key]:
+            raise CheckpointError(f"{where}: {key} is {value!r}; allowed for {model_type}: {family.fixed[key]!r}")
+        if key in family.settings or key in family.fixed or key in _HARMLESS or value is None or value is False:
             continue
         raise CheckpointError(f"{where}: setting {key!r} = {str(value)[:80]!r} is not understood for {model_type}")
     got = {key: raw.get(key, default) for key, default in family.settings.items()}
-    missing = [key for key, value in got.items() if value is REQUIRED or (value is None and family.settings[key] is REQUIRED)]
+    missing = [
+        key for key, value in got.items() if value is REQUIRED or (value is None and family.settings[key] is REQUIRED)
+    ]
     if missing:
         raise CheckpointError(f"{where}: {', '.join(missing)} missing")
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -131,7 +164,9 @@ def read_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
         raise CheckpointError(f"{where}: hidden_act {got['hidden_act']!r} is not supported; allowed: 'silu'")
     heads, kv_heads = got["num_attention_heads"], got["num_key_value_heads"] or got["num_attention_heads"]
     if heads % kv_heads:
-        raise CheckpointError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        raise CheckpointError(
+            f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
     if got["head_dim"] is None and got["hidden_size"] % heads:
         raise CheckpointError(f"{where}: hidden_size {got['hidden_size']} / num_attention_heads {heads} is no head_dim")
     head_dim = got["head_dim"] or got["hidden_size"] // heads
@@ -172,8 +207,8 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
 
 def _windows(family: Family, got: Mapping[str, Any], where: str) -> tuple[int | None, ...]:
     """Window of each layer. null and 0 mean none: a window of 0 would let no query see anything."""
-    layers = got["num_hidden_layers"]
-    window = got.get("sliding_window") or None
+    layers: int = got["num_hidden_layers"]
+    window: int | None = got.get("sliding_window") or None
     if family.windows == "none" or window is None or (family.windows == "from" and not got["use_sliding_window"]):
         return (None,) * layers
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
@@ -203,7 +238,7 @@ def _rope(got: Mapping[str, Any], head_dim: int, where: str) -> RopeConfig:
             continue
         if key not in keys and key not in _ROPE_HARMLESS and value is not None:
             raise CheckpointError(f"{where}: rope setting {key!r} = {value!r} is not understood for rope type {kind!r}")
-    values = {key: given.get(key) for key in keys}
+    values: dict[str, Any] = {key: given.get(key) for key in keys}
     values["rope_theta"] = given.get("rope_theta") or got["rope_theta"] or 10000.0
     for key, value in values.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
@@ -257,7 +292,9 @@ def tensor_names(config: DecoderConfig) -> Iterator[TensorName]:
         if config.qk_norm:
             for x in "qk":
                 yield TensorName(
-                    f"{ours}.attention.{x}_norm.weight", f"{hf}.self_attn.{x}_norm.weight", f"{gguf}.attn_{x}_norm.weight"
+                    f"{ours}.attention.{x}_norm.weight",
+                    f"{hf}.self_attn.{x}_norm.weight",
+                    f"{gguf}.attn_{x}_norm.weight",
                 )
         yield TensorName(f"{ours}.mlp_norm.weight", f"{hf}.post_attention_layernorm.weight", f"{gguf}.ffn_norm.weight")
     yield TensorName("head.norm.weight", "model.norm.weight", "output_norm.weight")

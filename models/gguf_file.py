@@ -18,6 +18,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
+
 from rollkv.models.config import CheckpointError
 from rollkv.models.gguf_header import Header, Metadata, TensorInfo, quoted, read_header
 from rollkv.models.gguf_tokenizer import end_ids, special_ids, tokenizer_files

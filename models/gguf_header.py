@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 from numpy.typing import NDArray
+
 from rollkv.models.config import CheckpointError
 
 SUPPORTED_VERSIONS = (2, 3)

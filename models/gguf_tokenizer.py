@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from gguf.constants import TokenType
-from rollkv.models.config import CheckpointError
-from rollkv.models.gguf_header import Metadata, quoted
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
+
+from rollkv.models.config import CheckpointError
+from rollkv.models.gguf_header import Metadata, quoted
 
 _TURNS = ("eot", "eom")  # tokens that end a turn and a message, beside the end of the text
 _SHORT = {"unknown": "unk", "padding": "pad"}  # GGUF's word -> Hugging Face's, where they differ

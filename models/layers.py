@@ -138,7 +138,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x (1, c, H), cos and sin (1, c, 1, D), mask (1, 1, c, C), past in kv_layout -> (1, c, H), new key and value."""
+        """x (1, c, H), cos, sin (1, c, 1, D), mask (1, 1, c, C), past in kv_layout -> (1, c, H), new key and value."""
         rows = x.shape[1]
         group = self.heads // self.kv_heads
         q = self.q(x).view(1, rows, self.heads, self.head_dim)

@@ -79,7 +79,7 @@ def plan_runs(n: int, past: int, c: int, kv_len: int) -> list[Run]:
     """The runs that take n new tokens after `past` others: the padded one first, full ones after it.
 
     A run of c rows drops c slots whatever its pads, so a padded run is used only while P + c <= C. Later the
-    remainder goes one by one. A full run with P + c > C forgets tokens: the caller asks for it only when that is allowed.
+    remainder goes one by one. A full run with P + c > C forgets tokens: the caller asks for it only when it may.
     """
     rest = n % c
     if rest == 0:

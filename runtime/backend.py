@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollkv.runtime.bundle import Bundle, BundleError, GraphInfo, ValueInfo
+from rollkv.runtime.bundle import Bundle, BundleError, GraphInfo
 
 Array = NDArray[Any]
 
@@ -49,9 +49,9 @@ def available_threads() -> int:
 class OrtBackend:
     """ONNX Runtime on the CPU, inputs and outputs bound to NumPy memory.
 
-    Both graphs map the one weight file, whose pages the system shares. The decode session takes its weights straight
-    from there (no prepacking: a product with one row gains nothing from it). The prefill session packs its own copy,
-    which costs the size of the weights and pays for itself at every chunk; `low_memory` leaves it out there too.
+    Both graphs map the one weight file, whose pages the system shares. By default each also keeps its own packed copy
+    of the weights, as ONNX Runtime does unless told otherwise; `low_memory` leaves the copies out and computes from
+    the mapped file. What either costs is in docs/runtime.md.
     """
 
     def __init__(self, bundle: Bundle, threads: int | None = None, low_memory: bool = False) -> None:
@@ -60,22 +60,27 @@ class OrtBackend:
         self._low_memory = low_memory
         self._engines: dict[str, _Engine] = {}
         if bundle.manifest.dtype == "float16":
-            warnings.warn("this bundle is float16: the CPU computes it slowly, and not with an NPU's rounding", stacklevel=2)
+            warnings.warn(
+                "this bundle is float16: the CPU computes it slowly, and not with an NPU's rounding", stacklevel=2
+            )
 
     def run(self, graph: GraphInfo, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """See Backend.run. Raises FeedError for a wrong feed, BackendError when ONNX Runtime fails."""
         engine = self._engines.get(graph.file)
         if engine is None:
-            prepack = graph.rows > 1 and not self._low_memory
-            engine = self._engines[graph.file] = _Engine(self._bundle, graph, self._threads, prepack)
+            engine = self._load(graph)
         return engine.run(feeds)
 
     def load(self) -> None:
         """Load every graph now, which otherwise happens when it first runs. Raises BackendError."""
         for graph in self._bundle.manifest.graphs:
-            prepack = graph.rows > 1 and not self._low_memory
             if graph.file not in self._engines:
-                self._engines[graph.file] = _Engine(self._bundle, graph, self._threads, prepack)
+                self._load(graph)
+
+    def _load(self, graph: GraphInfo) -> _Engine:
+        engine = _Engine(self._bundle, graph, self._threads, prepack=not self._low_memory)
+        self._engines[graph.file] = engine
+        return engine
 
 
 class _Engine:
@@ -94,27 +99,30 @@ class _Engine:
                 str(bundle.path / graph.file), options, providers=["CPUExecutionProvider"]
             )
         except Exception as error:  # onnxruntime raises many kinds
-            raise BackendError(f"{bundle.path / graph.file}: ONNX Runtime cannot load it: {_first_line(error)}") from None
+            raise BackendError(
+                f"{bundle.path / graph.file}: ONNX Runtime cannot load it: {_first_line(error)}"
+            ) from None
         self._graph = graph
-        self._inputs = {value.name: value for value in graph.inputs}
+        self._inputs = [(value.name, np.dtype(value.dtype), tuple(value.shape)) for value in graph.inputs]
         self._compare(bundle)
         self._binding = self._session.io_binding()
         self._outputs: dict[str, Array] = {}
         for value in graph.outputs:
             array = self._outputs[value.name] = np.zeros(value.shape, value.dtype)
-            self._binding.bind_output(value.name, "cpu", 0, array.dtype, value.shape, _address(array))
+            address = array.__array_interface__["data"][0]
+            self._binding.bind_output(value.name, "cpu", 0, array.dtype, value.shape, address)
 
     def run(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """Bind, run, and give the output arrays out."""
-        for name, value in self._inputs.items():
+        bind = self._binding.bind_cpu_input  # takes the array's own memory, and costs a third of bind_input
+        for name, dtype, shape in self._inputs:
             array = feeds.get(name)
-            if array is None:
-                raise FeedError(f"graph {self._graph.file}: input {name} is not fed")
-            _check_feed(self._graph.file, value, array)
-            self._binding.bind_input(name, "cpu", 0, array.dtype, value.shape, _address(array))
+            if array is None or array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+                raise FeedError(f"graph {self._graph.file}: input {name} {_fault(array, dtype, shape)}")
+            bind(name, array)
         if len(feeds) != len(self._inputs):
-            extra = next(name for name in feeds if name not in self._inputs)
-            raise FeedError(f"graph {self._graph.file}: {extra!r} is no input of it")
+            extra = sorted(set(feeds) - {name for name, _, _ in self._inputs})
+            raise FeedError(f"graph {self._graph.file}: {extra[0]!r} is no input of it")
         self._execute()
         return self._outputs
 
@@ -134,26 +142,26 @@ class _Engine:
             has = [(v.name, v.shape, v.type) for v in loaded]
             if says != has:
                 odd = next((pair for pair in zip(says, has, strict=False) if pair[0] != pair[1]), (len(says), len(has)))
-                raise BundleError(
-                    f"{bundle.path / self._graph.file}: the manifest says {odd[0]}, the graph has {odd[1]}; export again"
-                )
+                file = bundle.path / self._graph.file
+                raise BundleError(f"{file}: the manifest says {odd[0]}, the graph has {odd[1]}; export again")
 
 
-_ORT_TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)", "int32": "tensor(int32)", "int64": "tensor(int64)"}
+_ORT_TYPES = {
+    "float32": "tensor(float)",
+    "float16": "tensor(float16)",
+    "int32": "tensor(int32)",
+    "int64": "tensor(int64)",
+}
 
 
-def _check_feed(file: str, value: ValueInfo, array: Array) -> None:
-    if array.dtype.name != value.dtype:
-        raise FeedError(f"graph {file}: input {value.name} got {array.dtype.name}, want {value.dtype}")
-    if list(array.shape) != value.shape:
-        raise FeedError(f"graph {file}: input {value.name} got shape {array.shape}, want {tuple(value.shape)}")
-    if not array.flags.c_contiguous:
-        raise FeedError(f"graph {file}: input {value.name} is not C-contiguous")
-
-
-def _address(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+def _fault(array: Array | None, dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
+    if array is None:
+        return "is not fed"
+    if array.dtype != dtype:
+        return f"got {array.dtype.name}, want {dtype.name}"
+    if array.shape != shape:
+        return f"got shape {array.shape}, want {shape}"
+    return "is not C-contiguous"
 
 
 def _first_line(error: Exception) -> str:

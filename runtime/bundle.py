@@ -58,7 +58,7 @@ class GraphInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerInfo:
-    """The cache of one layer: kv_len slots of (kv_heads, head_dim); a query sees its last `window` tokens, null: all."""
+    """Cache of one layer: kv_len slots of (kv_heads, head_dim); a query sees the last `window` tokens, null: all."""
 
     kv_len: int
     window: int | None
@@ -154,7 +154,13 @@ def open_bundle(path: str | Path) -> Bundle:
     folder = Path(path)
     file = folder / "manifest.json"
     if not file.is_file():
-        why = "no such folder" if not folder.exists() else "not a folder" if not folder.is_dir() else "no manifest.json in it"
+        why = (
+            "no such folder"
+            if not folder.exists()
+            else "not a folder"
+            if not folder.is_dir()
+            else "no manifest.json in it"
+        )
         raise BundleError(f"{folder}: {why}; give the folder that `rollkv export` wrote")
     manifest = _read_manifest(file)
     for name, info in manifest.files.items():
@@ -193,7 +199,9 @@ def _read_manifest(file: Path) -> Manifest:
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise BundleError(f"{file}: format is {version!r}, must be a positive integer")
     if version > FORMAT:
-        raise BundleError(f"{file}: format {version} is newer than {FORMAT}, the newest this rollkv reads; upgrade rollkv")
+        raise BundleError(
+            f"{file}: format {version} is newer than {FORMAT}, the newest this rollkv reads; upgrade rollkv"
+        )
     manifest: Manifest = _build(Manifest, raw, str(file))
     _check_manifest(manifest, str(file))
     return manifest
@@ -239,8 +247,14 @@ def _check_manifest(m: Manifest, where: str) -> None:
     need(m.kv_layout in KV_LAYOUTS, f"kv_layout {m.kv_layout!r} is not supported; supported: {', '.join(KV_LAYOUTS)}")
     need(m.dtype in DTYPES[:2], f"dtype {m.dtype!r} is not supported; supported: {', '.join(DTYPES[:2])}")
     need(1 <= m.chunk_size <= m.max_kvcache_len, f"chunk_size {m.chunk_size} is not in 1 .. max_kvcache_len")
-    need(1 <= m.max_lm_input_len <= m.max_kvcache_len, f"max_lm_input_len {m.max_lm_input_len} is not in 1 .. max_kvcache_len")
-    need(m.max_kvcache_len <= m.max_position, f"max_kvcache_len {m.max_kvcache_len} is above max_position {m.max_position}")
+    need(
+        1 <= m.max_lm_input_len <= m.max_kvcache_len,
+        f"max_lm_input_len {m.max_lm_input_len} is not in 1 .. max_kvcache_len",
+    )
+    need(
+        m.max_kvcache_len <= m.max_position,
+        f"max_kvcache_len {m.max_kvcache_len} is above max_position {m.max_position}",
+    )
     need(m.mask_value < 0, f"mask_value {m.mask_value} is not negative")
     need(bool(m.layers), "layers is empty")
     for name in [*m.files, m.weights.file, *(graph.file for graph in m.graphs)]:

@@ -29,9 +29,10 @@ class RollingBuffer:
         self.slots, self.slack = shape[axis], slack
         self._blocks, self._unit = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
         self._size = math.prod(shape)
-        self._flat = np.zeros(self._size + slack * self._unit, dtype)
+        self._flat = np.empty(self._size + slack * self._unit, dtype)
         self._start = 0  # of the window, in slots
         self.copied_bytes = 0  # by moving the window back, since the last reset
+        self.reset()  # and every page is there: no step waits for the system to map one
 
     def reset(self) -> None:
         """All slots zero, as if nothing was ever written."""
@@ -46,15 +47,19 @@ class RollingBuffer:
 
     def roll(self, new: NDArray[np.floating], skip: int = 0) -> None:
         """Append the slots `skip` .. of new, which has `shape` but for its slot axis."""
-        tokens = new.reshape(self._blocks, -1, self._unit)[:, skip:, :]  # (R, r, U)
-        tokens = tokens[:, max(0, tokens.shape[1] - self.slots) :, :]
-        count = tokens.shape[1]
+        tokens = new.reshape(self._blocks, -1, self._unit)  # (R, r, U)
+        skip = max(skip, tokens.shape[1] - self.slots)
+        count = tokens.shape[1] - skip
         assert count <= self.slack, f"a roll of {count} slots needs as much slack, have {self.slack}"
         if self._start + count > self.slack:
             self._move_back()
         self._start += count
-        window = self.window().reshape(self._blocks, self.slots, self._unit)
-        window[:, self.slots - count :, :] = tokens
+        if self._blocks == 1:  # one stretch of memory: the common layout, and the step path
+            end = (self._start + self.slots) * self._unit
+            self._flat[end - count * self._unit : end] = tokens[0, skip:].reshape(-1)
+        else:
+            window = self.window().reshape(self._blocks, self.slots, self._unit)
+            window[:, self.slots - count :] = tokens[:, skip:]
 
     def _move_back(self) -> None:
         """Copy the window to the buffer's start, in pieces that do not overlap so that nothing is allocated."""

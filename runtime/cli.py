@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from rollkv.runtime.text import Chat, Reply
+    from rollkv.runtime.session import Session
+    from rollkv.runtime.text import Reply
 
 UNEXPECTED = 70
 EXTRAS = {  # module -> the extra that brings it
@@ -49,7 +50,9 @@ class Parser(argparse.ArgumentParser):
 
 def add_commands(commands: Any) -> None:
     """Add run, chat and info to a parser's subcommands."""
-    run = commands.add_parser("run", help="answer one prompt", description="Answer one prompt on the host, as the board will.")
+    run = commands.add_parser(
+        "run", help="answer one prompt", description="Answer one prompt on the host, as the board will."
+    )
     run.add_argument("bundle", metavar="BUNDLE", help="folder that `rollkv export` wrote")
     prompt = run.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt")
@@ -59,7 +62,9 @@ def add_commands(commands: Any) -> None:
     _add_generation(run)
     run.set_defaults(main=run_command)
 
-    chat = commands.add_parser("chat", help="talk turn by turn", description="Talk turn by turn; /reset starts anew, /exit or Ctrl-D ends.")
+    chat = commands.add_parser(
+        "chat", help="talk turn by turn", description="Talk turn by turn; /reset starts anew, /exit or Ctrl-D ends."
+    )
     chat.add_argument("bundle", metavar="BUNDLE", help="folder that `rollkv export` wrote")
     chat.add_argument("--system", metavar="TEXT", help="system message")
     _add_generation(chat)
@@ -105,10 +110,13 @@ def run_commands(parser: argparse.ArgumentParser, arguments: Sequence[str] | Non
 
 def run_command(options: argparse.Namespace) -> int:
     """`rollkv run`."""
+    from rollkv.runtime.text import Chat
+
     prompt = options.prompt if options.prompt_file is None else _read_prompt(options.prompt_file)
-    chat = _open_chat(options)
+    session = _open_session(options)
     if options.check:
-        chat.session.bundle.check()
+        session.bundle.check()
+    chat = Chat(session)
     generation = _generation_options(options)
     if options.chat:
         reply = chat.reply([{"role": "user", "content": prompt}], **generation)
@@ -125,11 +133,11 @@ def chat_command(options: argparse.Namespace) -> int:
     """`rollkv chat`."""
     from rollkv.runtime.align import PromptError
     from rollkv.runtime.session import LimitError
-    from rollkv.runtime.text import TextError
+    from rollkv.runtime.text import Chat, TextError
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing)
-    chat = _open_chat(options)
+    chat = Chat(_open_session(options))
     generation = _generation_options(options)
     start = [{"role": "system", "content": options.system}] if options.system else []
     messages = list(start)
@@ -175,13 +183,22 @@ def info_command(options: argparse.Namespace) -> int:
     cache = sum(_bytes(v.shape, v.dtype) for v in m.graphs[0].inputs if v.role in ("past_key", "past_value"))
     windows = sorted({layer.window for layer in m.layers if layer.window is not None})
     rows = [
-        ("model", f"{m.source.id} ({m.source.family}), {len(m.layers)} layers, hidden size {m.hidden_size}, vocabulary {m.vocab_size}"),
-        ("lengths", f"L = {m.max_lm_input_len} prompt tokens, c = {m.chunk_size} rows a run, C = {m.max_kvcache_len} slots"),
+        (
+            "model",
+            f"{m.source.id} ({m.source.family}), {len(m.layers)} layers, H = {m.hidden_size}, V = {m.vocab_size}",
+        ),
+        (
+            "lengths",
+            f"L = {m.max_lm_input_len} prompt tokens, c = {m.chunk_size} rows a run, C = {m.max_kvcache_len} slots",
+        ),
         ("positions", f"{m.max_position}" + (f", windows {windows}" if windows else "")),
         ("cache", f"{m.kv_layout}, {m.dtype}, {cache / 2**20:.1f} MiB"),
         ("mask", f"0 visible, {m.mask_value:g} hidden"),
         ("EOS ids", ", ".join(map(str, m.eos_token_ids)) or "none"),
-        *(("graph", f"{g.file}: {g.role}, {g.rows} rows, logits of {g.head}, opset {g.opset}, IR {g.ir_version}") for g in m.graphs),
+        *(
+            ("graph", f"{g.file}: {g.role}, {g.rows} rows, logits of {g.head}, opset {g.opset}, IR {g.ir_version}")
+            for g in m.graphs
+        ),
         ("weights", f"{m.weights.file}: {m.files[m.weights.file].size / 2**20:.1f} MiB"),
     ]
     for name, text in rows:
@@ -197,18 +214,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _add_generation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-new-tokens", metavar="N", type=_number(int, 1), help="tokens to generate (default: 256, or what the cache has room for)")
+    parser.add_argument(
+        "--max-new-tokens",
+        metavar="N",
+        type=_number(int, 1),
+        help="tokens to generate (default: 256, or what the cache has room for)",
+    )
     parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-k", metavar="K", type=int, default=0, help="sample from the K best only (default 0: off)")
-    parser.add_argument("--top-p", metavar="P", type=float, default=1.0, help="sample from the best that make up P (default 1: off)")
-    parser.add_argument("--min-p", metavar="P", type=float, default=0.0, help="drop tokens below P times the best one's probability (default 0: off)")
-    parser.add_argument("--repetition-penalty", metavar="R", type=float, default=1.0, help="above 1 makes tokens that occurred less likely (default 1: off)")
+    parser.add_argument(
+        "--top-k", metavar="K", type=int, default=0, help="sample from the K best only (default 0: off)"
+    )
+    parser.add_argument(
+        "--top-p", metavar="P", type=float, default=1.0, help="sample from the best that make up P (default 1: off)"
+    )
+    parser.add_argument(
+        "--min-p",
+        metavar="P",
+        type=float,
+        default=0.0,
+        help="drop tokens below P times the best one's probability (default 0: off)",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        metavar="R",
+        type=float,
+        default=1.0,
+        help="above 1 makes tokens that occurred less likely (default 1: off)",
+    )
     parser.add_argument("--seed", metavar="S", type=int, help="makes sampling repeatable")
-    parser.add_argument("--truncate", choices=("none", "left", "middle"), default="none", help="what to do with a prompt longer than L: refuse it (none, default), keep its end (left), or its head and its end (middle)")
-    parser.add_argument("--keep-head", metavar="N", type=_number(int, 0), help="tokens that --truncate middle keeps at the head (default L // 4)")
-    parser.add_argument("--on-limit", choices=("stop", "roll"), default="stop", help="when the cache is full: end the answer (stop, default), or forget the oldest tokens (roll)")
-    parser.add_argument("--threads", metavar="N", type=_number(int, 1), help="threads of ONNX Runtime (default: the cores of this process)")
-    parser.add_argument("--low-memory", action="store_true", help="do not let ONNX Runtime keep a packed copy of the weights; slower prefill")
+    parser.add_argument(
+        "--truncate",
+        choices=("none", "left", "middle"),
+        default="none",
+        help="a prompt longer than L is refused (none, default), or keeps its end (left) or head and end (middle)",
+    )
+    parser.add_argument(
+        "--keep-head",
+        metavar="N",
+        type=_number(int, 0),
+        help="tokens that --truncate middle keeps at the head (default L // 4)",
+    )
+    parser.add_argument(
+        "--on-limit",
+        choices=("stop", "roll"),
+        default="stop",
+        help="when the cache is full: end the answer (stop, default), or forget the oldest tokens (roll)",
+    )
+    parser.add_argument(
+        "--threads",
+        metavar="N",
+        type=_number(int, 1),
+        help="threads of ONNX Runtime (default: the cores of this process)",
+    )
+    parser.add_argument(
+        "--low-memory",
+        action="store_true",
+        help="do not let ONNX Runtime keep a packed copy of the weights; slower prefill",
+    )
 
 
 def _number(kind: Callable[[str], int], least: int) -> Callable[[str], int]:
@@ -243,11 +305,10 @@ def _generation_options(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _open_chat(options: argparse.Namespace) -> Chat:
+def _open_session(options: argparse.Namespace) -> Session:
     from rollkv.runtime.session import Session
-    from rollkv.runtime.text import Chat
 
-    return Chat(Session(options.bundle, threads=options.threads, low_memory=options.low_memory))
+    return Session(options.bundle, threads=options.threads, low_memory=options.low_memory)
 
 
 def _read_prompt(name: str) -> str:
@@ -265,7 +326,10 @@ def _remark(reply: Reply) -> None:
     """What a user should know of an answer besides its text, on stderr."""
     if reply.truncated:
         kept = reply.prompt_tokens - reply.truncated
-        print(f"rollkv: the prompt was cut from {reply.prompt_tokens} to {kept} tokens ({reply.truncated} left out)", file=sys.stderr)
+        print(
+            f"rollkv: the prompt was cut from {reply.prompt_tokens} to {kept} tokens ({reply.truncated} left out)",
+            file=sys.stderr,
+        )
     if reply.finish_reason == "length":
         print(f"rollkv: ended by length after {reply.generated_tokens} tokens", file=sys.stderr)
 

@@ -25,9 +25,7 @@ def causal_mask(real: NDArray[np.integer], mask_value: float, window: int | None
     return np.where(visible, 0.0, mask_value).astype(np.float32)
 
 
-def chunk_mask(
-    full: NDArray[np.float32], start: int, rows: int, kv_len: int, mask_value: float
-) -> NDArray[np.float32]:
+def chunk_mask(full: NDArray[np.float32], start: int, rows: int, kv_len: int, mask_value: float) -> NDArray[np.float32]:
     """Rows start .. start + rows - 1 of a full mask (n, n), right-aligned to (rows, kv_len).
 
     The last slot belongs to the run's last row; what lies left of the prompt is filled with mask_value.

@@ -139,10 +139,12 @@ class Session:
             raise PromptError("empty prompt: there is no token to run")
         for index, token in enumerate(ids):
             if not 0 <= token < m.vocab_size:
-                raise PromptError(f"id {token} at index {index} is not in the vocabulary, allowed: 0 .. {m.vocab_size - 1}")
+                raise PromptError(
+                    f"id {token} at index {index} is not in the vocabulary, allowed: 0 .. {m.vocab_size - 1}"
+                )
         if how == "none" and len(ids) > m.max_lm_input_len and on_limit == "stop":
             raise PromptError(
-                f"the prompt has {len(ids)} tokens, more than L = {m.max_lm_input_len} (cache C = {m.max_kvcache_len}); "
+                f"the prompt has {len(ids)} tokens, more than L = {m.max_lm_input_len} (C = {m.max_kvcache_len}); "
                 "choose a truncation (left, middle), on-limit roll, or export with a larger -L"
             )
         kept, cut = (ids, 0) if how == "none" else truncate(ids, m.max_lm_input_len, how, keep_head)
@@ -201,7 +203,9 @@ class Session:
                     self.position, run.pads, run.rows, value.shape[-1], m.mask_value, window=window, dtype=value.dtype
                 )
             else:
-                raise PromptError(f"graph {graph.file}: input {value.name} has the role {value.role!r}, unknown to this rollkv")
+                raise PromptError(
+                    f"graph {graph.file}: input {value.name} has the role {value.role!r}, unknown to this rollkv"
+                )
         return feeds
 
 

@@ -1,0 +1,127 @@
+"""Tiny checkpoints made by transformers, their bundles, and a backend that records what it is fed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollkv.runtime.bundle import Bundle, open_bundle
+
+# Odd sizes: heads != kv heads, kv heads == heads / kv heads nowhere to hide, head_dim x heads != hidden for qwen3.
+SMALL = {
+    "vocab_size": 307,
+    "hidden_size": 36,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    # heads / kv heads == kv heads, tied
+    "llama-square": ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}),
+    "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "llama-linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 9}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+def make_checkpoint(folder: Path, name: str, **more: Any) -> Path:
+    """Save a random model of transformers' own class; norms, biases and weights large enough that an error shows."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family, extra = SHAPES[name]
+    save = {key: more.pop(key) for key in ("max_shard_size",) if key in more}
+    dtype = more.pop("dtype", torch.float32)
+    config = AutoConfig.for_model(family, **{**SMALL, **extra, **more})
+    torch.manual_seed(len(name))
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(1.0, 0.3)
+    model.to(dtype).save_pretrained(folder, **save)
+    return folder
+
+
+def export(checkpoint: Path, output: Path, **settings: Any) -> Bundle:
+    """Export in this process; L, c, C and more by the names of `signature.resolve`."""
+    from rollkv.export.pipeline import export_bundle
+    from rollkv.export.signature import resolve
+    from rollkv.models.checkpoint import open_checkpoint
+
+    opened = open_checkpoint(str(checkpoint))
+    lengths = {"max_lm_input_len": 40, "chunk_size": 8, "max_kvcache_len": 48}
+    export_bundle(opened, resolve(opened.config, **{**lengths, **settings}), output, lambda *_: None)
+    return open_bundle(output)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """checkpoint(name): the folder of a tiny checkpoint of SHAPES, made once."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = make_checkpoint(tmp_path_factory.mktemp("checkpoint") / name, name)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def bundle(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bundle]:
+    """bundle(name, **settings): a tiny checkpoint exported with c = 8, L = 40, C = 48, made once for each setting."""
+    made: dict[Any, Bundle] = {}
+
+    def get(name: str, **settings: Any) -> Bundle:
+        key = (name, *sorted(settings.items()))
+        if key not in made:
+            made[key] = export(checkpoint(name), tmp_path_factory.mktemp("bundle") / name, **settings)
+        return made[key]
+
+    return get
+
+
+class Recorder:
+    """A backend that keeps copies of all feeds; what it gives comes from another backend, or is zero."""
+
+    def __init__(self, inner: Any = None) -> None:
+        self.inner = inner
+        self.runs: list[tuple[Any, dict[str, Any]]] = []
+
+    def run(self, graph: Any, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+        import numpy as np
+
+        self.runs.append((graph, {name: np.array(array) for name, array in feeds.items()}))
+        if self.inner is not None:
+            return self.inner.run(graph, feeds)
+        return {value.name: np.zeros(value.shape, value.dtype) for value in graph.outputs}

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollkv.runtime.text import Chat, Reply, TextError, Tokenizer
 from toy_tokenizers import CHATML, CONFIG, byte_level, templated, with_byte_tokens, write
+
+from rollkv.runtime.text import Chat, Reply, TextError, Tokenizer
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ import tiny_gguf
 import torch
 import transformers
 from gguf.constants import GGMLQuantizationType
-from rollkv.models.config import CheckpointError
-from rollkv.models.gguf_file import read_gguf
 from tiny_gguf import metadata, random_blocks, random_tensors, shapes, write_gguf
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rollkv.models.config import CheckpointError
+from rollkv.models.gguf_file import read_gguf
 
 HF_NAMES = {
     "token_embd": "model.embed_tokens",

@@ -4,12 +4,13 @@ import random
 import re
 
 import pytest
-from rollkv.models.config import CheckpointError
-from rollkv.models.gguf_file import read_gguf
-from rollkv.models.gguf_tokenizer import PRE_TOKENIZERS
 from tiny_gguf import metadata, random_tensors, shapes, write_gguf
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
+
+from rollkv.models.config import CheckpointError
+from rollkv.models.gguf_file import read_gguf
+from rollkv.models.gguf_tokenizer import PRE_TOKENIZERS
 
 BOS, END, TOOL = "<|begin:of text|>", "<|im_end|>", "<tool_call>"
 TEXTS = [

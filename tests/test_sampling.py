@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from transformers.generation import logits_process as hf
+
 from rollkv.runtime import sampling
 from rollkv.runtime.sampling import NonFiniteLogits, Sampler, SamplingError, SamplingOptions
-from transformers.generation import logits_process as hf
 
 V = 300
 

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollkv.runtime.text import TextError, Tokenizer
 from toy_tokenizers import CHATML, CONFIG, byte_level, templated, write
 from transformers import PreTrainedTokenizerFast
+
+from rollkv.runtime.text import TextError, Tokenizer
 
 HEADERS = """{{- bos_token -}}
 {%- for m in messages -%}

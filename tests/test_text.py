@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollkv.runtime.text import TextError, TextStream, Tokenizer
 from toy_tokenizers import CHATML, CONFIG, SPECIAL, byte_level, metaspace, with_byte_tokens, write
+
+from rollkv.runtime.text import TextError, TextStream, Tokenizer
 
 
 @pytest.fixture

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rollkv.runtime.text import Tokenizer
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from rollkv.runtime.text import Tokenizer
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
 CONFIG = {
