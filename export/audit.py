@@ -119,7 +119,7 @@ def _constants(model: onnx.ModelProto) -> Iterator[str]:
         if value.dtype.kind == "f" and not np.isfinite(value).all():
             yield f"constant {tensor.name} is not finite"
         elif value.dtype.kind == "f" and value.size and np.abs(value).max() > FLOAT16_MAX:
-            yield f"constant {tensor.name} reaches {np.abs(value).max()}, above {FLOAT16_MAX}"
+            yield f"constant {tensor.name} reaches {np.abs(value).max():.6g}, above {FLOAT16_MAX:.0f}"
         elif value.dtype.kind in "iu" and value.size and np.abs(value.astype(np.float64)).max() >= 2**31:
             yield f"constant {tensor.name} does not fit int32"
 

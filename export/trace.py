@@ -14,10 +14,12 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import onnx
 import torch
 from onnx import TensorProto, helper
+from torch import Tensor
 
 from rollkv.export.signature import ExportOptions, graph_inputs, graph_outputs
 from rollkv.models.config import DecoderConfig
@@ -35,12 +37,30 @@ ONNX_TYPES = {
 
 @dataclass(frozen=True)
 class Part:
-    """One traced module: its nodes, the names of its inputs and outputs, and of its parameters."""
+    """The nodes between a module's inputs and its outputs, under the names that they have in the kit's graph."""
 
-    graph: onnx.GraphProto
-    inputs: tuple[str, ...]
+    module: str  # its name in the kit, to which its parameters' names are relative
+    nodes: tuple[onnx.NodeProto, ...]
     outputs: tuple[str, ...]
-    parameters: tuple[str, ...]
+
+
+class Kit(torch.nn.Module):
+    """One of each kind of part, side by side and not connected, so that one pass of the exporter traces them all."""
+
+    def __init__(self, decoder: Decoder, kinds: Mapping[str, int]) -> None:
+        """kinds: mask input -> index of the first layer that reads it; layers differ in nothing else."""
+        super().__init__()
+        self.embedding, self.rope, self.head = decoder.embedding, decoder.rope, decoder.head
+        self.kinds = torch.nn.ModuleList(decoder.layers[i] for i in kinds.values())
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, *layers: Tensor
+    ) -> Any:
+        """layers: mask, past key and past value for each kind."""
+        outputs = [self.embedding(input_ids), *self.rope(position_ids)]
+        for k, layer in enumerate(self.kinds):
+            outputs += layer(hidden, cos, sin, *layers[3 * k : 3 * k + 3])
+        return (*outputs, self.head(hidden))
 
 
 def trace_graph(config: DecoderConfig, options: ExportOptions, rows: int) -> onnx.ModelProto:
@@ -48,36 +68,19 @@ def trace_graph(config: DecoderConfig, options: ExportOptions, rows: int) -> onn
     with torch.device("meta"):
         decoder = Decoder(config, kv_layout=options.kv_layout, head=options.head).eval()
     inputs, outputs = graph_inputs(config, options, rows), graph_outputs(config, options, rows)
-    by_name = {value.name: _meta(value) for value in inputs}
-    hidden = torch.empty(1, rows, config.hidden_size, device="meta")
-    # torch.export takes one tensor passed twice for one input: cos and sin must be two.
-    cos, sin = (torch.empty(1, rows, 1, config.rope.rotary_dim, device="meta") for _ in range(2))
+    masks = ["attention_mask" if window is None else "sliding_attention_mask" for window in config.windows]
+    kinds = {mask: masks.index(mask) for mask in masks}
+    parts = _trace_parts(decoder, kinds, {value.name: value for value in inputs}, rows)
 
     graph = _Stitcher(decoder)
-    embedding = _trace(decoder.embedding, {"input_ids": by_name["input_ids"]}, ("hidden",))
-    hidden_name = graph.add(embedding, "embedding", {"input_ids": "input_ids"}, {})["hidden"]
-    rope = _trace(decoder.rope, {"position_ids": by_name["position_ids"]}, ("rope_cos", "rope_sin"))
-    rotation = graph.add(rope, "rope", {"position_ids": "position_ids"}, {})
-    layers: dict[str, Part] = {}  # a layer differs from another in the mask it reads, and so in its slots
-    for i, window in enumerate(config.windows):
-        mask = "attention_mask" if window is None else "sliding_attention_mask"
-        if mask not in layers:
-            feeds = {
-                "hidden": hidden,
-                "cos": cos,
-                "sin": sin,
-                "mask": by_name[mask],
-                "past_key": by_name[f"past_key_{i}"],
-                "past_value": by_name[f"past_value_{i}"],
-            }
-            layers[mask] = _trace(decoder.layers[i], feeds, ("hidden_out", "new_key", "new_value"))
-        bound = {"hidden": hidden_name, "cos": rotation["rope_cos"], "sin": rotation["rope_sin"], "mask": mask}
-        bound |= {f"past_{part}": f"past_{part}_{i}" for part in ("key", "value")}
-        fixed = {f"new_{part}": f"new_{part}_{i}" for part in ("key", "value")}
-        hidden_name = graph.add(layers[mask], f"layers.{i}", bound, fixed)["hidden_out"]
-    graph.add(
-        _trace(decoder.head, {"hidden": hidden}, ("logits",)), "head", {"hidden": hidden_name}, {"logits": "logits"}
-    )
+    hidden = graph.add(parts["embedding"], "embedding", {"input_ids": "input_ids"}, {})["hidden_in"]
+    rotation = graph.add(parts["rope"], "rope", {"position_ids": "position_ids"}, {})
+    for i, mask in enumerate(masks):
+        bound = {"hidden": hidden, "cos": rotation["rope_cos"], "sin": rotation["rope_sin"], mask: mask}
+        bound |= {f"{mask}.past_{part}": f"past_{part}_{i}" for part in ("key", "value")}
+        fixed = {f"{mask}.new_{part}": f"new_{part}_{i}" for part in ("key", "value")}
+        hidden = graph.add(parts[mask], f"layers.{i}", bound, fixed)[f"{mask}.hidden"]
+    graph.add(parts["head"], "head", {"hidden": hidden}, {"logits": "logits"})
 
     parameters = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, list(parameter.shape))
@@ -94,36 +97,61 @@ class _Stitcher:
         self.nodes: list[onnx.NodeProto] = []
         # A shared parameter goes by the first of its names: head.weight of a tied head is embedding.weight.
         first: dict[int, str] = {}
-        self._names = {
+        self._parameters = {
             name: first.setdefault(id(parameter), name)
             for name, parameter in decoder.named_parameters(remove_duplicate=False)
         }
 
-    def add(self, part: Part, prefix: str, bound: Mapping[str, str], fixed: Mapping[str, str]) -> dict[str, str]:
-        """Append a part's nodes.
+    def add(self, part: Part, place: str, bound: Mapping[str, str], fixed: Mapping[str, str]) -> dict[str, str]:
+        """Append a part's nodes as the module `place` of the decoder.
 
         bound: what its inputs are called here. fixed: what some of its outputs must be called; the others get a name
-        under `prefix`. Returns the names of all outputs.
+        under `place`. Returns the names of all outputs.
         """
-        names = dict(bound)
-        names |= {name: self._names[f"{prefix}.{name}"] for name in part.parameters}
-        names |= {name: fixed.get(name, f"{prefix}/{name}") for name in part.outputs}
-        assert set(part.inputs) == set(bound), f"part {prefix} takes {part.inputs}"
-        for node in part.graph.node:
+        names = {name: fixed.get(name, f"{place}/{name}") for name in part.outputs} | dict(bound)
+
+        def rename(name: str) -> str:
+            if name in names or not name:
+                return names.get(name, name)
+            parameter = place + name.removeprefix(part.module) if name.startswith(f"{part.module}.") else name
+            return self._parameters.get(parameter, f"{place}/{name}")
+
+        for node in part.nodes:
             copy = onnx.NodeProto()
             copy.CopyFrom(node)
             copy.ClearField("metadata_props")
             copy.doc_string = ""
-            copy.name = f"{prefix}/{node.name}"
+            copy.name = f"{place}/{node.name}"
             for field in (copy.input, copy.output):
                 for k, name in enumerate(field):
-                    field[k] = name and names.get(name, f"{prefix}/{name}")
+                    field[k] = rename(name)
             self.nodes.append(copy)
         return {name: names[name] for name in part.outputs}
 
 
-def _trace(module: torch.nn.Module, feeds: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Part:
-    """One module as ONNX nodes, its parameters left as names."""
+def _trace_parts(
+    decoder: Decoder, kinds: Mapping[str, int], inputs: Mapping[str, ValueInfo], rows: int
+) -> dict[str, Part]:
+    """Every kind of part by name; a layer's name is that of the mask it reads."""
+    config = decoder.config
+    feeds = {name: _meta(inputs[name]) for name in ("input_ids", "position_ids")}
+    feeds["hidden"] = torch.empty(1, rows, config.hidden_size, device="meta")
+    for name in ("cos", "sin"):  # two tensors: torch.export takes one that is passed twice for one input
+        feeds[name] = torch.empty(1, rows, 1, config.rope.rotary_dim, device="meta")
+    outputs = {"embedding": ("hidden_in",), "rope": ("rope_cos", "rope_sin")}
+    for mask, i in kinds.items():
+        feeds[mask] = _meta(inputs[mask])
+        feeds |= {f"{mask}.past_{part}": _meta(inputs[f"past_{part}_{i}"]) for part in ("key", "value")}
+        outputs[mask] = (f"{mask}.hidden", f"{mask}.new_key", f"{mask}.new_value")
+    outputs["head"] = ("logits",)
+    names = [name for part in outputs.values() for name in part]
+    graph = _export(Kit(decoder, kinds).eval(), feeds, names)
+    modules = {mask: f"kinds.{k}" for k, mask in enumerate(kinds)}
+    return {name: Part(modules.get(name, name), _nodes_behind(graph, made), made) for name, made in outputs.items()}
+
+
+def _export(module: torch.nn.Module, feeds: Mapping[str, Tensor], outputs: list[str]) -> onnx.GraphProto:
+    """A module as ONNX nodes, its parameters left as names."""
     import onnx_ir
 
     with _quiet():
@@ -135,19 +163,26 @@ def _trace(module: torch.nn.Module, feeds: Mapping[str, torch.Tensor], outputs: 
             verbose=False,
             opset_version=TRACED_OPSET,
             input_names=list(feeds),
-            output_names=list(outputs),
+            output_names=outputs,
         )
     assert traced is not None
-    model = traced.model
-    assert [value.name for value in model.graph.inputs] == list(feeds), "an input was merged or renamed"
-    parameters = tuple(name for name, _ in module.named_parameters())
-    for name in parameters:
-        value = model.graph.initializers.pop(name)
-        value.const_value = None  # a tensor without memory
-        model.graph.inputs.append(value)
-    assert not model.graph.initializers, f"unexpected constants: {list(model.graph.initializers)}"
-    graph = onnx_ir.to_proto(model).graph
-    return Part(graph, tuple(feeds), outputs, parameters)
+    graph = traced.model.graph
+    assert [value.name for value in graph.inputs] == list(feeds), "an input was merged or renamed"
+    assert [value.name for value in graph.outputs] == outputs, "an output was merged or renamed"
+    unknown = set(graph.initializers) - {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    assert not unknown, f"constants in the trace: {unknown}"
+    graph.initializers.clear()  # parameters of the meta device: names and shapes, no values
+    return onnx_ir.to_proto(traced.model).graph
+
+
+def _nodes_behind(graph: onnx.GraphProto, outputs: tuple[str, ...]) -> tuple[onnx.NodeProto, ...]:
+    """The nodes that the outputs depend on, in order."""
+    needed, nodes = set(outputs), []
+    for node in reversed(graph.node):
+        if needed & set(node.output):
+            needed |= set(node.input)
+            nodes.append(node)
+    return tuple(nodes[::-1])
 
 
 @contextlib.contextmanager
@@ -164,7 +199,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _meta(value: ValueInfo) -> torch.Tensor:
+def _meta(value: ValueInfo) -> Tensor:
     return torch.empty(value.shape, dtype=getattr(torch, value.dtype), device="meta")
 
 

@@ -255,9 +255,7 @@ def feed_rows(bundle: Bundle, engine: Backend, prompts: Sequence[Sequence[int]])
         for graph, feeds, outputs in recorder.runs:
             pads = -len(ids) % m.chunk_size if past == 0 and graph.role == "prefill" else 0
             fault = (
-                fault
-                or _check_feeds(m, graph, feeds, past, pads)
-                or _check_hidden(engine, m.kv_layout, graph, feeds, outputs)
+                fault or _check_feeds(m, graph, feeds, past, pads) or _check_hidden(engine, m, graph, feeds, outputs)
             )
             past += graph.rows - pads
         rows.append(
@@ -303,7 +301,7 @@ def _check_feeds(m: Manifest, graph: GraphInfo, feeds: Mapping[str, Array], past
 
 
 def _check_hidden(
-    engine: Backend, layout: str, graph: GraphInfo, feeds: Mapping[str, Array], outputs: Mapping[str, Array]
+    engine: Backend, m: Manifest, graph: GraphInfo, feeds: Mapping[str, Array], outputs: Mapping[str, Array]
 ) -> str | None:
     """Fill slots that no row sees with values of +-1e4 and other keys: the last row's logits stay as they were."""
     for name, array in outputs.items():
@@ -311,15 +309,16 @@ def _check_hidden(
             return f"output {name} is not finite"
     draw = np.random.default_rng(SEED + 2)
     changed = dict(feeds)
-    by_slots = {v.shape[-1]: feeds[v.name][0, 0] for v in graph.inputs if v.role.endswith("attention_mask")}
+    masks = {v.role: feeds[v.name][0, 0] for v in graph.inputs if v.role.endswith("attention_mask")}
     for value in graph.inputs:
         if value.role not in ("past_key", "past_value"):
             continue
         array = np.array(feeds[value.name])
-        axis = SLOT_AXES[layout][value.role == "past_value"]
-        slots = value.shape[axis]
+        axis = SLOT_AXES[m.kv_layout][value.role == "past_value"]
+        assert value.layer is not None
+        mask = masks["attention_mask" if m.layers[value.layer].window is None else "sliding_attention_mask"]
         # past slot j + c is the run's slot j; the first c are dropped by the graph
-        hidden = np.concatenate((np.ones(graph.rows, bool), (by_slots[slots] < 0).all(0)[: slots - graph.rows]))
+        hidden = np.concatenate((np.ones(graph.rows, bool), (mask < 0).all(0)[: value.shape[axis] - graph.rows]))
         view = np.moveaxis(array, axis, 0)
         noise = draw.standard_normal(view[hidden].shape)
         view[hidden] = np.sign(noise) * 1e4 if value.role == "past_value" else noise * (np.abs(view).max() or 1.0)

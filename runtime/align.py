@@ -34,7 +34,7 @@ def aligned_length(n: int, c: int) -> int:
 
 
 def pad_left(ids: Sequence[int], c: int, pad_id: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pad on the left to a multiple of c.
+    """Pad on the left to a multiple of c: what board code calls `padding_data`; `truncate` comes before it.
 
     Returns the padded ids and a 0/1 mask of real tokens, each (aligned_length,). Raises PromptError when ids is empty.
     """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,32 @@ def bundle(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_traces() -> Iterator[None]:
+    """Trace each graph once in a test process: a trace depends on nothing but the fields in the key."""
+    if importlib.util.find_spec("torch") is None:
+        yield
+        return
+    from rollkv.export import pipeline, trace, verify
+
+    traced: dict[Any, bytes] = {}
+
+    def trace_once(config: Any, options: Any, rows: int) -> Any:
+        import onnx
+
+        lengths = (options.chunk_size, options.max_kvcache_len)
+        key = (config, rows, *lengths, options.kv_layout, options.ids, options.head)
+        if key not in traced:
+            traced[key] = trace.trace_graph(config, options, rows).SerializeToString()
+        return onnx.ModelProto.FromString(traced[key])
+
+    patch = pytest.MonkeyPatch()
+    for module in (pipeline, verify):
+        patch.setattr(module, "trace_graph", trace_once)
+    yield
+    patch.undo()
 
 
 class Recorder:

@@ -1,0 +1,177 @@
+"""The stitched graph is the decoder's graph: signature, numbers, and nothing baked in from the trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from rollkv.export.signature import ExportOptions, graph_inputs, graph_outputs
+from rollkv.export.trace import trace_graph
+from rollkv.models.config import DecoderConfig, RopeConfig
+from rollkv.models.decoder import Decoder
+
+
+def config(**more: Any) -> DecoderConfig:
+    rope = RopeConfig(type="default", theta=10000.0, rotary_dim=6)
+    fields: dict[str, Any] = {
+        "family": "llama",
+        "vocab_size": 61,
+        "hidden_size": 20,
+        "intermediate_size": 24,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 6,
+        "norm_eps": 1e-5,
+        "max_position": 64,
+        "windows": (None, 5, None),
+        "rope": rope,
+        "bos_token_id": None,
+        "eos_token_ids": (),
+    }
+    return DecoderConfig(**{**fields, **more})
+
+
+def options(**more: Any) -> ExportOptions:
+    return ExportOptions(**{"max_lm_input_len": 20, "chunk_size": 4, "max_kvcache_len": 24, **more})
+
+
+def random_decoder(cfg: DecoderConfig, opts: ExportOptions) -> Decoder:
+    torch.manual_seed(3)
+    decoder = Decoder(cfg, kv_layout=opts.kv_layout, head=opts.head).eval()
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.normal_(0.0, 0.4)
+    return decoder
+
+
+def random_feeds(cfg: DecoderConfig, opts: ExportOptions, rows: int, seed: int) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(seed)
+    feeds: dict[str, np.ndarray] = {}
+    for value in graph_inputs(cfg, opts, rows):
+        if value.role in ("ids", "position_ids"):
+            feeds[value.name] = draw.integers(0, 60, value.shape).astype(value.dtype)
+        elif value.role.endswith("mask"):
+            feeds[value.name] = np.where(draw.random(value.shape) < 0.6, 0.0, -32768.0).astype(np.float32)
+        else:
+            feeds[value.name] = draw.standard_normal(value.shape).astype(np.float32)
+    return feeds
+
+
+def run_torch(decoder: Decoder, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    tensors = {name: torch.from_numpy(array) for name, array in feeds.items()}
+    past = [(tensors[f"past_key_{i}"], tensors[f"past_value_{i}"]) for i in range(decoder.config.num_layers)]
+    with torch.no_grad():
+        logits, new = decoder(
+            tensors["input_ids"],
+            tensors["position_ids"],
+            tensors.get("attention_mask"),
+            tensors.get("sliding_attention_mask"),
+            past,
+        )
+    outputs = {"logits": logits.numpy()}
+    for i, (key, value) in enumerate(new):
+        outputs |= {f"new_key_{i}": key.numpy(), f"new_value_{i}": value.numpy()}
+    return outputs
+
+
+def plain_session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+    """Without optimisations and packed weights, so that the same nodes give the same bits."""
+    settings = onnxruntime.SessionOptions()
+    settings.add_session_config_entry("session.disable_prepacking", "1")
+    settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+
+
+def run_onnx(model: onnx.ModelProto, decoder: Decoder, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    model.ir_version = 9
+    session = plain_session(model)
+    weights = {name: parameter.detach().numpy() for name, parameter in decoder.named_parameters()}
+    names = [value.name for value in session.get_outputs()]
+    return dict(zip(names, session.run(names, {**weights, **feeds}), strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(
+    ("cfg", "opts"),
+    [
+        (config(), options()),
+        (config(tied_head=True, qk_norm=True), options(kv_layout="bksd", ids="int64")),
+        (config(qkv_bias=True, out_bias=True, mlp_bias=True), options(kv_layout="bksd-kt", head="all")),
+        (config(num_heads=9, num_kv_heads=3, windows=(None,)), options()),  # kv heads == heads / kv heads
+        (config(windows=(7, 7)), options(max_kvcache_len=24, max_lm_input_len=4)),  # no full mask at all
+    ],
+    ids=["mixed", "tied-qknorm-bksd", "bias-bksd-kt-all", "square", "sliding-only"],
+)
+def test_the_traced_graph_gives_what_torch_gives_on_inputs_unlike_the_trace(
+    cfg: DecoderConfig, opts: ExportOptions, rows: int
+) -> None:
+    decoder = random_decoder(cfg, opts)
+    model = trace_graph(cfg, opts, rows)
+    for seed in range(2):
+        feeds = random_feeds(cfg, opts, rows, seed)
+        wanted, got = run_torch(decoder, feeds), run_onnx(model, decoder, feeds)
+        assert list(got) == [value.name for value in graph_outputs(cfg, opts, rows)]
+        for name, array in wanted.items():
+            np.testing.assert_allclose(got[name], array, rtol=0, atol=1e-5 * np.abs(array).max(), err_msg=name)
+
+
+def test_stringing_layers_together_equals_tracing_the_whole_decoder() -> None:
+    cfg, opts = config(windows=(None, 5, None, 5)), options()
+    decoder = random_decoder(cfg, opts)
+    feeds = random_feeds(cfg, opts, 4, 0)
+
+    class Whole(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = decoder
+
+        def forward(self, ids: Any, mask: Any, sliding: Any, positions: Any, *past: Any) -> Any:
+            pairs = list(zip(past[::2], past[1::2], strict=True))
+            logits, new = self.decoder(ids, positions, mask, sliding, pairs)
+            return (logits, *[tensor for pair in new for tensor in pair])
+
+    names = [value.name for value in graph_inputs(cfg, opts, 4)]
+    outputs = [value.name for value in graph_outputs(cfg, opts, 4)]
+    example = tuple(torch.from_numpy(feeds[name]) for name in names)
+    whole = torch.onnx.export(
+        Whole().eval(), example, dynamo=True, optimize=False, verbose=False, input_names=names, output_names=outputs
+    )
+    assert whole is not None
+    session = plain_session(whole.model_proto)
+    wanted = dict(zip(outputs, session.run(outputs, feeds), strict=True))
+    got = run_onnx(trace_graph(cfg, opts, 4), decoder, feeds)
+    for name in outputs:
+        np.testing.assert_array_equal(got[name], wanted[name], err_msg=name)
+
+
+def test_a_graph_carries_no_weight_and_takes_every_parameter_as_an_input() -> None:
+    cfg, opts = config(), options()
+    model = trace_graph(cfg, opts, 4)
+    parameters = {name for name, _ in Decoder(cfg).named_parameters()}
+    assert {value.name for value in model.graph.input} == parameters | {v.name for v in graph_inputs(cfg, opts, 4)}
+    assert not model.graph.initializer
+    assert model.ByteSize() < 200_000
+
+
+def test_a_tied_head_reads_the_embedding_and_has_no_weight_of_its_own() -> None:
+    model = trace_graph(config(tied_head=True), options(), 1)
+    names = {value.name for value in model.graph.input}
+    assert "embedding.weight" in names
+    assert "head.weight" not in names
+    assert "head.norm.weight" in names
+
+
+def test_a_run_as_long_as_the_cache_still_takes_its_past() -> None:
+    cfg, opts = config(windows=(None,)), options(chunk_size=24)
+    decoder = random_decoder(cfg, opts)
+    feeds = random_feeds(cfg, opts, 24, 0)
+    model = trace_graph(cfg, opts, 24)
+    wanted, got = run_torch(decoder, feeds), run_onnx(model, decoder, feeds)
+    np.testing.assert_allclose(got["logits"], wanted["logits"], rtol=0, atol=1e-5)
+    read = {name for node in model.graph.node for name in node.input}
+    assert {"past_key_0", "past_value_0"} <= read

@@ -1,0 +1,203 @@
+"""The ladder holds for every family and form, and names the rung and the layer when something is broken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from conftest import SHAPES, export, make_checkpoint
+
+from rollkv.export import reference, verify
+from rollkv.export.write import Placed, map_tensor
+from rollkv.models.checkpoint import open_checkpoint
+from rollkv.runtime.bundle import Bundle, open_bundle
+from rollkv.runtime.session import Session
+
+
+def climb(bundle: Bundle, checkpoint: Path) -> verify.Report:
+    return verify.verify_bundle(bundle, open_checkpoint(str(checkpoint)), lambda line: None)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_rung_holds_for_each_family(
+    name: str, checkpoint: Callable[[str], Path], bundle: Callable[..., Bundle]
+) -> None:
+    report = climb(bundle(name), checkpoint(name))
+    assert report.fault is None
+    assert [row.rung for row in report.rows if row.n == 40] == ["torch", "traced", "graph", "runtime", "feeds"]
+    assert {row.n % 8 for row in report.rows if row.rung == "runtime"} == {0, 1, 7}
+    assert any(row.rung == "roll" and row.n > 48 for row in report.rows)
+    assert max(row.relative for row in report.rows) < 2e-5  # far from the bound: nothing hides below it
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_layout": "bksd", "ids": "int64"},
+        {"kv_layout": "bksd-kt", "head": "all"},
+        {"opset": 13, "simplify": False, "mask_value": -255.0},
+        {"chunk_size": 1},
+        {"chunk_size": 48},
+        {"max_lm_input_len": 48, "allow_no_room": True, "chunk_size": 5},
+    ],
+    ids=["bksd-int64", "bksd-kt-all", "opset13-plain", "c=1", "c=C", "C=L"],
+)
+def test_every_rung_holds_for_each_form(
+    settings: dict[str, Any], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    made = export(checkpoint("qwen2-window"), tmp_path / "bundle", **settings)
+    assert climb(made, checkpoint("qwen2-window")).fault is None
+
+
+@pytest.mark.parametrize("mask_value", [-32768.0, -10000.0, -255.0])
+def test_the_mask_value_does_not_move_the_best_token(
+    mask_value: float, checkpoint: Callable[[str], Path], bundle: Callable[..., Bundle], tmp_path: Path
+) -> None:
+    usual = Session(bundle("llama"))
+    other = Session(export(checkpoint("llama"), tmp_path / "bundle", mask_value=mask_value))
+    ids = np.random.default_rng(1).integers(0, 307, 21).tolist()
+    assert np.argmax(other.prefill(ids)) == np.argmax(usual.prefill(ids))
+
+
+def _tensor(bundle: Bundle, name: str) -> np.ndarray:
+    model = onnx.load(bundle.path / "prefill.onnx", load_external_data=False)
+    tensor = next(t for t in model.graph.initializer if t.name == name)
+    where = {entry.key: entry.value for entry in tensor.external_data}
+    place = Placed(int(where["offset"]), int(where["length"]), tuple(tensor.dims))
+    return map_tensor(bundle.path / "weights.bin", place, "r+")
+
+
+def _resign(bundle: Bundle) -> Bundle:
+    """Give the manifest the hashes of the files as they now are."""
+    from rollkv.export.write import file_infos
+
+    file = bundle.path / "manifest.json"
+    raw = json.loads(file.read_text())
+    file.unlink()
+    infos = file_infos(bundle.path)
+    raw["files"] = {name: {"size": info.size, "sha256": info.sha256} for name, info in infos.items()}
+    file.write_text(json.dumps(raw))
+    return open_bundle(bundle.path)
+
+
+def test_a_wrong_weight_is_found_on_the_first_rung_that_reads_the_bundle_and_in_its_layer(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    made = export(checkpoint("llama"), tmp_path / "bundle")
+    _tensor(made, "layers.1.attention.k.weight")[3] *= 1.5
+    report = climb(_resign(made), checkpoint("llama"))
+    assert report.fault is not None
+    assert report.fault.startswith("rung traced, prompt of 1: new keys or values of layer 1 are off")
+    assert all(row.holds for row in report.rows if row.rung == "torch")
+
+
+def test_a_wrong_head_shows_in_the_logits_and_not_in_a_layer(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    made = export(checkpoint("llama"), tmp_path / "bundle")
+    _tensor(made, "head.weight")[:, 7] += 0.5
+    report = climb(_resign(made), checkpoint("llama"))
+    assert report.fault is not None
+    assert "rung traced, prompt of 1: logits are off by" in report.fault
+
+
+def test_a_graph_that_a_pass_would_have_spoilt_is_found_after_the_traced_rung(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    made = export(checkpoint("llama"), tmp_path / "bundle")
+    for file in ("prefill.onnx", "decode.onnx"):
+        model = onnx.load(made.path / file, load_external_data=False)
+        node = next(n for n in model.graph.node if n.op_type == "Sigmoid" and n.name.startswith("layers.0/"))
+        node.op_type = "Softmax"
+        (made.path / file).write_bytes(model.SerializeToString())
+    report = climb(_resign(made), checkpoint("llama"))
+    assert report.fault is not None
+    assert report.fault.startswith("rung graph, prompt of 1: new keys or values of layer 1 are off")
+
+
+def test_a_host_that_shifts_positions_is_found_on_the_runtime_rung(
+    checkpoint: Callable[[str], Path], bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollkv.runtime import session
+
+    right = session.run_positions
+
+    def wrong(past: int, pads: int, rows: int) -> np.ndarray:
+        return right(past + (past >= 8), pads, rows)
+
+    monkeypatch.setattr(session, "run_positions", wrong)
+    report = climb(bundle("llama"), checkpoint("llama"))
+    broken = [row for row in report.rows if not row.holds]
+    assert {row.rung for row in broken} == {"runtime", "roll", "feeds"}
+    assert any(row.fault and "positions" in row.fault for row in broken if row.rung == "feeds")
+
+
+def test_a_host_that_shows_a_pad_is_found_by_the_audit_of_the_feeds(
+    checkpoint: Callable[[str], Path], bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollkv.runtime import session
+
+    right = session.run_mask
+
+    def wrong(past: int, pads: int, rows: int, kv_len: int, mask_value: float, **more: Any) -> np.ndarray:
+        mask = right(past, pads, rows, kv_len, mask_value, **more)
+        if pads:
+            mask[..., kv_len - rows] = 0.0
+        return mask
+
+    monkeypatch.setattr(session, "run_mask", wrong)
+    report = climb(bundle("llama"), checkpoint("llama"))
+    assert any(row.rung == "feeds" and row.fault and "attention_mask" in row.fault for row in report.rows)
+
+
+def test_leaving_rope_scaling_out_would_be_found(tmp_path: Path) -> None:
+    scaled = make_checkpoint(tmp_path / "scaled", "llama3")
+    config = json.loads((scaled / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_text(json.dumps(config))
+    (plain / "model.safetensors").write_bytes((scaled / "model.safetensors").read_bytes())
+    made = export(plain, tmp_path / "bundle")
+    wanted, tokens = reference.Reference(open_checkpoint(str(scaled))).greedy(list(range(3, 43)), 2)
+    row = verify.compare("runtime", 40, wanted, verify.follow_session(Session(made), list(range(3, 43)), tokens), 1e-4)
+    assert row.fault is not None
+
+
+def test_a_checkpoint_that_is_not_the_bundles_is_refused(
+    checkpoint: Callable[[str], Path], bundle: Callable[..., Bundle]
+) -> None:
+    with pytest.raises(
+        verify.ReferenceMismatch, match="not the checkpoint of this bundle, which was made from 'llama'"
+    ):
+        climb(bundle("llama"), checkpoint("llama-bias"))
+
+
+def test_nan_never_passes_a_bound() -> None:
+    good = reference.Trail([np.array([1.0, 2.0])])
+    bad = reference.Trail([np.array([1.0, np.nan])])
+    row = verify.compare("graph", 1, good, bad, 1.0)
+    assert row.fault is not None
+
+
+def test_a_different_argmax_passes_only_as_a_near_tie() -> None:
+    wanted = reference.Trail([np.array([10.0, 9.99999, 0.0])])
+    near = verify.compare("graph", 1, wanted, reference.Trail([np.array([9.99999, 10.0, 0.0])]), 1e-4)
+    assert (near.top1, near.near_ties, near.fault) == (0, 1, None)
+    wanted = reference.Trail([np.array([10.0, 8.5, 0.0])])
+    far = verify.compare("graph", 1, wanted, reference.Trail([np.array([9.1, 9.2, 0.0])]), 0.1)
+    assert far.fault == "argmax differs in 1 of 1 steps"
+
+
+def test_the_oracle_shows_a_query_what_its_run_can_hold() -> None:
+    visible = reference.oracle_visible([2, 2, 1], slots=3)
+    assert visible.astype(int).tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 1, 1, 0, 0],
+        [0, 1, 1, 1, 0],
+        [0, 0, 1, 1, 1],
+    ]
