@@ -174,6 +174,26 @@ def test_low_memory_gives_the_same_numbers(each):
     assert relative(low.decode(7), usual.decode(7)) < 1e-5
 
 
+@pytest.mark.parametrize("low", [False, True])
+def test_low_memory_and_threads_reach_the_engine(llama, monkeypatch, low):
+    import onnxruntime
+
+    made, make = [], onnxruntime.InferenceSession
+    monkeypatch.setattr(
+        onnxruntime,
+        "InferenceSession",
+        lambda path, options, **more: made.append(options) or make(path, options, **more),
+    )
+    OrtBackend(llama, threads=2, low_memory=low).load()
+    assert [options.intra_op_num_threads for options in made] == [2, 2]
+    for options in made:
+        if low:
+            assert options.get_session_config_entry("session.disable_prepacking") == "1"
+        else:
+            with pytest.raises(RuntimeError, match="disable_prepacking"):
+                options.get_session_config_entry("session.disable_prepacking")
+
+
 def test_more_threads_give_the_same_numbers(llama):
     ids = some_ids(20)
     one, two = (Session(llama, threads=threads).prefill(ids) for threads in (1, 2))

@@ -226,7 +226,7 @@ def test_the_cache_holds_the_new_keys_in_order_and_no_pads():
     session.decode(10)
     fed = recorder.runs[-1][1]["past_key_0"][0]
     inner = ToyBackend(session.bundle)
-    want = [inner.run(graph, feeds)["new_key_0"][0] for graph, feeds in recorder.runs[:-1]]
+    want = [inner.run(graph, feeds)["new_key_0"][0].copy() for graph, feeds in recorder.runs[:-1]]
     want = np.concatenate((np.zeros((3, 2, 6)), want[0][3:], want[1], want[2][2:]))
     np.testing.assert_array_equal(fed, want)
 
@@ -286,10 +286,14 @@ def test_logits_and_token_lists_belong_to_the_caller():
     session, _ = toy(c=4)
     first = session.prefill([1, 2])
     kept = first.copy()
-    session.decode(3)
+    second = session.decode(3)
+    kept_too = second.copy()
+    session.prefill([5])
+    session.decode(4)
     np.testing.assert_array_equal(first, kept)
+    np.testing.assert_array_equal(second, kept_too)
     session.tokens.append(9)
-    assert session.tokens == [1, 2, 3]
+    assert session.tokens == [1, 2, 3, 5, 4]
 
 
 # Generate
