@@ -6,11 +6,14 @@ on everything that is visible, so a wrong id, position, mask or slot changes the
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
+from conftest import Recorder
 
 from rollkv.runtime.bundle import Bundle, GraphInfo, LayerInfo, Manifest, SourceInfo, ValueInfo, WeightsInfo
+from rollkv.runtime.session import Session
 
 V, H, K, D = 23, 12, 2, 6
 M = -32768.0
@@ -177,3 +180,44 @@ def whole_pass(ids, window=None, forgets=None):
                 attended[row] += (weight @ v[visible] / weight.sum()) @ WEIGHTS.out[layer][head]
         x = x + attended
     return x @ WEIGHTS.head
+
+
+class Failing(ToyBackend):
+    """Raises in the run of the number given, once."""
+
+    def __init__(self, bundle, at):
+        super().__init__(bundle)
+        self.left = at
+
+    def run(self, graph, feeds):
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("the board is gone")
+        return super().run(graph, feeds)
+
+
+def toy(**settings):
+    """A session of the toy model, and the recorder before its backend."""
+    bundle = toy_bundle(**settings)
+    recorder = Recorder(ToyBackend(bundle))
+    return Session(bundle, backend=recorder), recorder
+
+
+def some_ids(n, seed=0):
+    return random.Random(seed).choices(range(V), k=n)
+
+
+def close(got, want):
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+def run_ends(turns, c, kv_len):
+    """For each token the end of the run that takes it, by the contract's "Which graph"."""
+    ends, past = [], 0
+    for n in turns:
+        rest = n % c
+        sizes = ([rest] if past + c <= kv_len else [1] * rest) if rest else []
+        for size in sizes + [c] * (n // c):
+            past += size
+            ends += [past] * size
+    return np.array(ends)
