@@ -5,9 +5,11 @@ The format belongs to this file; the exporter writes with it. Knows nothing of O
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import types
 import typing
 from collections.abc import Iterable
@@ -18,6 +20,7 @@ from typing import Any
 FORMAT = 1
 DTYPES = ("float32", "float16", "int32", "int64")
 KV_LAYOUTS = ("bskd", "bksd", "bksd-kt")
+MASK_MAX = 65504.0  # the largest float16
 HASHED_AT_OPEN = 16 << 20  # bytes; larger files are hashed by Bundle.check only
 
 
@@ -153,20 +156,20 @@ def open_bundle(path: str | Path) -> Bundle:
     """
     folder = Path(path)
     file = folder / "manifest.json"
-    if not file.is_file():
+    if not os.path.isfile(file):  # unlike Path's own, these raise for no name
         why = (
             "no such folder"
-            if not folder.exists()
+            if not os.path.exists(folder)
             else "not a folder"
-            if not folder.is_dir()
+            if not os.path.isdir(folder)
             else "no manifest.json in it"
         )
         raise BundleError(f"{folder}: {why}; give the folder that `rollkv export` wrote")
     manifest = _read_manifest(file)
     for name, info in manifest.files.items():
         item = folder / name
-        if not item.is_file():
-            raise BundleError(f"{item}: missing from the bundle; export it again")
+        if not os.path.isfile(item):
+            raise BundleError(_missing(item))
         if item.stat().st_size != info.size:
             raise BundleError(f"{item}: {item.stat().st_size} bytes, the manifest says {info.size}; export it again")
         if info.size <= HASHED_AT_OPEN:
@@ -184,8 +187,18 @@ def hash_file(path: Path) -> str:
 
 
 def _check_hash(path: Path, info: FileInfo) -> None:
-    if hash_file(path) != info.sha256:
+    try:
+        found = hash_file(path)
+    except FileNotFoundError:
+        raise BundleError(_missing(path)) from None
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror}") from None
+    if found != info.sha256:
         raise BundleError(f"{path}: its content is not what the manifest's sha256 says; export the bundle again")
+
+
+def _missing(path: Path) -> str:
+    return f"{path}: missing from the bundle; export it again"
 
 
 def _read_manifest(file: Path) -> Manifest:
@@ -193,6 +206,8 @@ def _read_manifest(file: Path) -> Manifest:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{file}: not JSON: {error}") from None
+    except OSError as error:
+        raise BundleError(f"{file}: cannot be read: {error.strerror}") from None
     if not isinstance(raw, dict):
         raise BundleError(f"{file}: not a JSON object")
     version = raw.get("format")
@@ -227,7 +242,8 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return None if value is None else _build(arguments[0], value, where)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        with contextlib.suppress(OverflowError):  # JSON's integers have no end
+            return float(value)
     if isinstance(kind, type) and isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
     raise BundleError(f"{where}: must be {getattr(kind, '__name__', kind)}, got {_short(value)}")
@@ -255,10 +271,13 @@ def _check_manifest(m: Manifest, where: str) -> None:
         m.max_kvcache_len <= m.max_position,
         f"max_kvcache_len {m.max_kvcache_len} is above max_position {m.max_position}",
     )
-    need(m.mask_value < 0, f"mask_value {m.mask_value} is not negative")
+    need(-MASK_MAX <= m.mask_value < 0, f"mask_value {m.mask_value} is not in -{MASK_MAX:.0f} .. 0, 0 excluded")
     need(bool(m.layers), "layers is empty")
     for name in [*m.files, m.weights.file, *(graph.file for graph in m.graphs)]:
-        need(Path(name).name == name and name not in ("", ".", ".."), f"file name {name!r} is not a bare name")
+        need(
+            "\\" not in name and Path(name).name == name and name not in ("", ".", ".."),
+            f"file name {name!r} is not a bare name",
+        )
         need(name in m.files, f"file {name!r} is not listed in files")
     roles = [graph.role for graph in m.graphs]
     need("prefill" in roles and "decode" in roles, "graphs must hold a prefill and a decode graph")
@@ -266,6 +285,10 @@ def _check_manifest(m: Manifest, where: str) -> None:
     for graph in m.graphs:
         _check_values(m, graph, graph.inputs, need)
         _check_values(m, graph, graph.outputs, need)
+        if graph.role in ("prefill", "decode"):
+            most, rows = m.max_kvcache_len, graph.rows
+            need(1 <= rows <= most, f"graph {graph.file}: rows is {rows}, must be in 1 .. {most}")
+            _check_pairs(m, graph, need)
 
 
 def _check_values(m: Manifest, graph: GraphInfo, values: Iterable[ValueInfo], need: Any) -> None:
@@ -275,3 +298,15 @@ def _check_values(m: Manifest, graph: GraphInfo, values: Iterable[ValueInfo], ne
         need(all(size > 0 for size in value.shape), f"{what} has shape {value.shape}, every size must be positive")
         keyed = value.role in ("past_key", "past_value", "new_key", "new_value")
         need(not keyed or (value.layer is not None and 0 <= value.layer < len(m.layers)), f"{what} names no layer")
+        need(not keyed or len(value.shape) == 4, f"{what} has shape {value.shape}, a cache has four axes")
+
+
+def _check_pairs(m: Manifest, graph: GraphInfo, need: Any) -> None:
+    """Every cache is rolled: each past input has its new output."""
+    inputs, outputs = {value.name for value in graph.inputs}, {value.name for value in graph.outputs}
+    for past, new in m.kv_pairs:
+        need(past in inputs, f"kv_pairs names {past!r}, no input of graph {graph.file}")
+        need(new in outputs, f"kv_pairs names {new!r}, no output of graph {graph.file}")
+    paired = {past for past, _ in m.kv_pairs}
+    for value in graph.inputs:
+        need(value.role not in ("past_key", "past_value") or value.name in paired, f"{value.name} is in no kv_pairs")

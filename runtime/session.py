@@ -214,6 +214,7 @@ class Generation(Iterator[int]):
 
     Ends with `finish_reason` "stop" at an EOS id (which is not given out), or "length" at max_new_tokens, at the
     end of the cache under on_limit "stop", or at the model's last position. The last id was never fed back.
+    An exception ends it too, with "error". Raises PromptError when the session went on without it.
     """
 
     def __init__(
@@ -231,28 +232,42 @@ class Generation(Iterator[int]):
         self.truncated = truncated
         self.generated: list[int] = []
         self._session, self._ids, self._sampler = session, ids, sampler
+        self._at = session.position  # P when the next id is asked for
         self._max, self._on_limit = max_new_tokens, on_limit
         self._eos = frozenset() if ignore_eos else frozenset(session.manifest.eos_token_ids)
 
     def __next__(self) -> int:
-        if self.finish_reason is not None:
+        token = None
+        if self.finish_reason is None:
+            try:
+                token = self._next()
+            except BaseException:
+                self.finish_reason = "error"
+                raise
+        if token is None:
             raise StopIteration
+        return token
+
+    def _next(self) -> int | None:
+        """The next id, or None when `finish_reason` is set."""
         session = self._session
-        if len(self.generated) >= self._max:
+        if session.position != self._at:
+            raise PromptError(
+                f"the session is at token {session.position}, this generation continues at {self._at}: "
+                "it was reset or took other tokens since; start a new generation"
+            )
+        if len(self.generated) >= self._max or (self.generated and session.room(self._on_limit) < 1):
             self.finish_reason = "length"
-            raise StopIteration
-        if not self.generated:
-            logits = session._take(self._ids)
-        elif session.room(self._on_limit) < 1:
-            self.finish_reason = "length"
-            raise StopIteration
-        else:
+            return None
+        if self.generated:
             logits = session._step(session._decode, Run(1, 0), self.generated[-1:])
-        seen = session._tokens
-        token = self._sampler.pick(logits, seen)
+        else:
+            logits = session._take(self._ids)
+        token = self._sampler.pick(logits, session._tokens)
         if token in self._eos:
             self.finish_reason = "stop"
-            raise StopIteration
+            return None
+        self._at = session.position
         self.generated.append(token)
         return token
 

@@ -1,0 +1,139 @@
+import random
+
+import numpy as np
+import pytest
+
+from rollkv.runtime.cache import RollingBuffer, default_slack
+
+C, C_ROWS, K, D = 11, 4, 3, 2
+# layout -> shape of a cached tensor, its slot axis
+LAYOUTS = {
+    "bskd": ((1, C, K, D), 1),
+    "bksd": ((1, K, C, D), 2),
+    "bksd-kt": ((1, K, D, C), 3),
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def numbered(shape, axis, rows, first, dtype):
+    """New slots whose values are all different and never zero; exact in float16 while they stay below 2048."""
+    shape = (*shape[:axis], rows, *shape[axis + 1 :])
+    count = int(np.prod(shape))
+    return (first + np.arange(count)).reshape(shape).astype(dtype)
+
+
+def last(array, axis):
+    return np.take(array, range(array.shape[axis] - C, array.shape[axis]), axis)
+
+
+@every_layout
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("slack", [C_ROWS, C_ROWS + 1, 7, C, 5 * C])
+def test_it_equals_a_concatenation_cut_to_the_last_slots(layout, dtype, slack):
+    shape, axis = LAYOUTS[layout]
+    rng, random_numbers = random.Random(slack), np.random.default_rng(slack)
+    buffer = RollingBuffer(shape, axis, dtype, slack)
+    expected = np.zeros(shape, dtype)
+    for _ in range(300):
+        rows = rng.randint(1, C_ROWS)
+        skip = rng.choice([0, 0, rng.randint(0, rows)])
+        new = random_numbers.standard_normal((*shape[:axis], rows, *shape[axis + 1 :])).astype(dtype)
+        buffer.roll(new, skip)
+        kept = np.take(new, range(skip, rows), axis)
+        expected = last(np.concatenate((expected, kept), axis), axis)
+        window = buffer.window()
+        assert window.shape == shape
+        assert window.dtype == dtype
+        assert window.flags.c_contiguous
+        np.testing.assert_array_equal(window, expected)
+
+
+@every_layout
+def test_new_slots_may_come_as_a_view_that_is_not_contiguous(layout):
+    shape, axis = LAYOUTS[layout]
+    buffer = RollingBuffer(shape, axis, np.float32, C_ROWS)
+    wide = numbered(shape, axis, 2 * C_ROWS, 1, np.float32)
+    new = wide[tuple(slice(None, None, 2) if i == axis else slice(None) for i in range(4))]
+    assert not new.flags.c_contiguous
+    buffer.roll(new)
+    np.testing.assert_array_equal(buffer.window(), last(np.concatenate((np.zeros(shape), new), axis), axis))
+
+
+@every_layout
+def test_a_run_as_long_as_the_cache_replaces_it(layout):
+    shape, axis = LAYOUTS[layout]
+    buffer = RollingBuffer(shape, axis, np.float32, C)
+    buffer.roll(numbered(shape, axis, 3, 900, np.float32))
+    new = numbered(shape, axis, C, 1, np.float32)
+    buffer.roll(new)
+    np.testing.assert_array_equal(buffer.window(), new)
+
+
+@every_layout
+@pytest.mark.parametrize("skip", [0, 1, 3])
+def test_a_roll_writes_the_new_tokens_and_not_one_byte_more(layout, skip):
+    shape, axis = LAYOUTS[layout]
+    buffer = RollingBuffer(shape, axis, np.float32, 40)
+    buffer.roll(numbered(shape, axis, C_ROWS, 500, np.float32))
+    memory = buffer.window().base
+    before = memory.copy()
+    buffer.roll(numbered(shape, axis, C_ROWS, 1, np.float32), skip)
+    assert buffer.window().base is memory
+    changed = before.view(np.uint32) != memory.view(np.uint32)
+    assert changed.sum() * 4 == (C_ROWS - skip) * K * D * 4
+    assert buffer.copied_bytes == 0
+
+
+def test_no_roll_moves_to_other_memory():
+    shape, axis = LAYOUTS["bskd"]
+    buffer = RollingBuffer(shape, axis, np.float32, 5)
+    memory = buffer.window().base
+    for _ in range(40):
+        buffer.roll(np.ones((1, 1, K, D), np.float32))
+        assert buffer.window().base is memory
+
+
+@every_layout
+@pytest.mark.parametrize(("slack", "moves"), [(1, 59), (4, 14), (20, 2), (59, 1), (60, 0)])
+def test_the_window_is_copied_once_for_each_slack_of_tokens(layout, slack, moves):
+    """The first `slack` tokens cost nothing, and every `slack` after them one copy of the window."""
+    shape, axis = LAYOUTS[layout]
+    buffer = RollingBuffer(shape, axis, np.float32, slack)
+    for step in range(60):
+        buffer.roll(numbered(shape, axis, 1, 1 + step * K * D, np.float32))
+    assert buffer.copied_bytes == moves * C * K * D * 4
+
+
+@every_layout
+def test_reset_leaves_zeros_everywhere(layout):
+    shape, axis = LAYOUTS[layout]
+    buffer = RollingBuffer(shape, axis, np.float32, 5)
+    for _ in range(9):
+        buffer.roll(np.full((*shape[:axis], C_ROWS, *shape[axis + 1 :]), np.nan, np.float32))
+    assert buffer.copied_bytes > 0
+    buffer.reset()
+    assert not buffer.window().base.any()
+    assert buffer.copied_bytes == 0
+    buffer.roll(numbered(shape, axis, 1, 7, np.float32))
+    np.testing.assert_array_equal(np.take(buffer.window(), range(C - 1), axis), 0)
+
+
+def test_two_buffers_share_no_memory():
+    shape, axis = LAYOUTS["bskd"]
+    one, other = (RollingBuffer(shape, axis, np.float32, 5) for _ in range(2))
+    one.roll(np.ones((1, 2, K, D), np.float32))
+    assert not np.shares_memory(one.window().base, other.window().base)
+    assert not other.window().any()
+
+
+def test_a_roll_keeps_no_reference_to_what_it_was_given():
+    buffer = RollingBuffer((1, C, K, D), 1, np.float32, 5)
+    new = np.ones((1, 1, K, D), np.float32)
+    buffer.roll(new)
+    new[:] = 9
+    assert buffer.window().max() == 1
+
+
+@pytest.mark.parametrize(("rows", "kv_len", "slack"), [(4, 11, 4), (1, 3, 1), (128, 1280, 320), (64, 64, 64)])
+def test_the_default_slack_is_a_quarter_of_the_window_and_at_least_one_run(rows, kv_len, slack):
+    assert default_slack(rows, kv_len) == slack
