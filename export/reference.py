@@ -20,10 +20,9 @@ from rollkv.models.checkpoint import Checkpoint, load_decoder
 from rollkv.models.decoder import Decoder
 from rollkv.runtime.align import pad_left
 from rollkv.runtime.backend import Array, Backend
-from rollkv.runtime.bundle import GraphInfo, Manifest
+from rollkv.runtime.bundle import SLOT_AXES, GraphInfo, Manifest
+from rollkv.runtime.cache import roll
 from rollkv.runtime.mask import causal_mask, chunk_mask
-
-SLOT_AXES = {"bskd": (1, 1), "bksd": (2, 2), "bksd-kt": (3, 2)}
 
 
 @dataclass
@@ -187,9 +186,7 @@ class LiteralHost:
         token_rows = real[rows] == 1
         for i, (pair_key, pair_value) in enumerate(_pairs(m)):
             for (name, new), pile, axis in zip((pair_key, pair_value), pieces[i], SLOT_AXES[m.kv_layout], strict=True):
-                past[name] = np.ascontiguousarray(
-                    _last(np.concatenate((past[name], outputs[new]), axis), axis, past[name].shape[axis])
-                )
+                past[name] = roll(past[name], outputs[new], axis)  # with the pads, which the contract allows
                 pile.append(tokens_first(outputs[new], m.kv_layout, axis)[token_rows])
 
 
@@ -214,9 +211,3 @@ def oracle_visible(runs: Sequence[int], slots: int) -> NDArray[np.bool_]:
 def _pairs(m: Manifest) -> Iterator[tuple[list[str], list[str]]]:
     for i in range(0, len(m.kv_pairs), 2):
         yield m.kv_pairs[i], m.kv_pairs[i + 1]
-
-
-def _last(array: Array, axis: int, count: int) -> Array:
-    index = [slice(None)] * array.ndim
-    index[axis] = slice(array.shape[axis] - count, None)
-    return array[tuple(index)]

@@ -12,8 +12,6 @@ from rollkv.runtime.bundle import KV_LAYOUTS, LayerInfo, ValueInfo
 
 DEFAULT_LENGTH, DEFAULT_CHUNK, DEFAULT_ROOM = 1024, 128, 256
 OPSETS = (13, 14, 15, 16, 17, 18)
-# onnx 1.18, docs/Versioning.md: the IR version that came with each opset
-IR_VERSIONS = {13: 7, 14: 7, 15: 8, 16: 8, 17: 8, 18: 8}
 FLOAT16_MAX = 65504.0
 
 

@@ -32,8 +32,8 @@ from rollkv.export.write import Placed, map_tensor
 from rollkv.models.checkpoint import Checkpoint
 from rollkv.runtime.align import plan_runs
 from rollkv.runtime.backend import Array, Backend, OrtBackend, available_threads
-from rollkv.runtime.bundle import Bundle, GraphInfo, Manifest
-from rollkv.runtime.session import SLOT_AXES, Session
+from rollkv.runtime.bundle import SLOT_AXES, Bundle, GraphInfo, Manifest
+from rollkv.runtime.session import Session
 
 STEPS = 6  # tokens decoded after each prompt
 TINY = 10_000_000  # parameters; float32 noise is larger beside small logits

@@ -19,7 +19,10 @@ from typing import Any
 
 FORMAT = 1
 DTYPES = ("float32", "float16", "int32", "int64")
-KV_LAYOUTS = ("bskd", "bksd", "bksd-kt")
+SLOT_AXES = {"bskd": (1, 1), "bksd": (2, 2), "bksd-kt": (3, 2)}  # kv_layout -> slot axis of keys, of values
+KV_LAYOUTS = tuple(SLOT_AXES)
+INPUT_ROLES = ("ids", "attention_mask", "sliding_attention_mask", "position_ids", "past_key", "past_value")
+OUTPUT_ROLES = ("logits", "new_key", "new_value")
 MASK_MAX = 65504.0  # the largest float16
 HASHED_AT_OPEN = 16 << 20  # bytes; larger files are hashed by Bundle.check only
 
@@ -273,6 +276,11 @@ def _check_manifest(m: Manifest, where: str) -> None:
     )
     need(-MASK_MAX <= m.mask_value < 0, f"mask_value {m.mask_value} is not in -{MASK_MAX:.0f} .. 0, 0 excluded")
     need(bool(m.layers), "layers is empty")
+    for i, layer in enumerate(m.layers):
+        need(
+            layer.window is None or layer.window >= 1,
+            f"layers[{i}]: window is {layer.window}, must be positive or null",
+        )
     for name in [*m.files, m.weights.file, *(graph.file for graph in m.graphs)]:
         need(
             "\\" not in name and Path(name).name == name and name not in ("", ".", ".."),
@@ -296,9 +304,15 @@ def _check_values(m: Manifest, graph: GraphInfo, values: Iterable[ValueInfo], ne
         what = f"graph {graph.file}: {value.name}"
         need(value.dtype in DTYPES, f"{what} has dtype {value.dtype!r}; supported: {', '.join(DTYPES)}")
         need(all(size > 0 for size in value.shape), f"{what} has shape {value.shape}, every size must be positive")
+        known = value.role in INPUT_ROLES + OUTPUT_ROLES
+        need(known, f"{what} has the role {value.role!r}, unknown to this rollkv; upgrade it")
         keyed = value.role in ("past_key", "past_value", "new_key", "new_value")
         need(not keyed or (value.layer is not None and 0 <= value.layer < len(m.layers)), f"{what} names no layer")
         need(not keyed or len(value.shape) == 4, f"{what} has shape {value.shape}, a cache has four axes")
+        if value.layer is not None and value.role in ("past_key", "past_value"):
+            slots = value.shape[SLOT_AXES[m.kv_layout][value.role == "past_value"]]
+            kv_len = m.layers[value.layer].kv_len
+            need(slots == kv_len, f"{what} has {slots} slots, layers[{value.layer}] says kv_len {kv_len}")
 
 
 def _check_pairs(m: Manifest, graph: GraphInfo, need: Any) -> None:

@@ -1,8 +1,8 @@
 """The rolling cache: constant length, right-aligned, new tokens in at the right, old ones out at the left.
 
-`concat(cache, new)[-C:]` without the concatenation. The slots lie in one flat buffer with slack behind them; a roll
-by r tokens moves the window's start by r and writes only the new tokens. When the slack is used up the window is
-copied back to the start, once per `slack` tokens.
+`roll` says what happens; `RollingBuffer` does it without the concatenation. The slots lie in one flat buffer with
+slack behind them: a roll by r tokens moves the window's start by r and writes only the new tokens. When the slack is
+used up the window is copied back to the start, once per `slack` tokens.
 
 Knows no graph: a buffer is a shape and the axis of its slots.
 """
@@ -10,9 +10,17 @@ Knows no graph: a buffer is a shape and the axis of its slots.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+
+
+def roll(cache: NDArray[Any], new: NDArray[Any], axis: int, pads: int = 0) -> NDArray[Any]:
+    """What a roll is: concat(cache, new[pads:])[-C:] along the slot axis, a new array of the cache's shape."""
+    kept = np.take(new, range(pads, new.shape[axis]), axis)
+    joined = np.concatenate((cache, kept), axis)
+    return np.take(joined, range(joined.shape[axis] - cache.shape[axis], joined.shape[axis]), axis)
 
 
 class RollingBuffer:

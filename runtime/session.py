@@ -8,6 +8,7 @@ P is `Session.position`, the number of real tokens that went through; L, c and C
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,14 +17,12 @@ from numpy.typing import NDArray
 
 from rollkv.runtime.align import PromptError, Run, plan_runs, run_positions, truncate
 from rollkv.runtime.backend import Array, Backend, OrtBackend
-from rollkv.runtime.bundle import Bundle, GraphInfo, Manifest, open_bundle
+from rollkv.runtime.bundle import SLOT_AXES, Bundle, GraphInfo, Manifest, open_bundle
 from rollkv.runtime.cache import RollingBuffer, default_slack
 from rollkv.runtime.mask import run_mask
 from rollkv.runtime.sampling import Sampler, SamplingOptions
 
 ON_LIMIT = ("stop", "roll")
-# kv_layout -> slot axis of keys, slot axis of values
-SLOT_AXES = {"bskd": (1, 1), "bksd": (2, 2), "bksd-kt": (3, 2)}
 DEFAULT_NEW_TOKENS = 256
 
 
@@ -88,12 +87,14 @@ class Session:
     ) -> NDArray[np.floating]:
         """Take new tokens after those that went through; the logits (V,) of the last one.
 
-        truncate, keep_head: what to do with more than L tokens, see `align.truncate`.
+        truncate, keep_head: what to do with more than L tokens, see `align.truncate`; a warning says what was cut.
         on_limit: "stop" refuses to forget a token, "roll" forgets the oldest.
         Raises PromptError: no token, an id outside of the vocabulary, more than L tokens without a truncation.
         Raises LimitError: the tokens do not fit and on_limit is "stop", or the model has no such position.
         """
-        kept, _ = self._admit(ids, truncate, keep_head, on_limit)
+        kept, cut = self._admit(ids, truncate, keep_head, on_limit)
+        if cut:
+            warnings.warn(f"the prompt was cut from {len(kept) + cut} to {len(kept)} tokens", stacklevel=2)
         return self._take(kept).copy()
 
     def decode(self, token: int, *, on_limit: str = "stop") -> NDArray[np.floating]:
@@ -195,16 +196,13 @@ class Session:
                 feeds[value.name] = padded
             elif value.role == "position_ids":
                 feeds[value.name] = run_positions(self.position, run.pads, run.rows).astype(value.dtype)[None]
-            elif value.role in ("attention_mask", "sliding_attention_mask"):
+            else:
+                assert value.role in ("attention_mask", "sliding_attention_mask"), value
                 window = None
                 if value.role == "sliding_attention_mask":
                     window = next(layer.window for layer in m.layers if layer.window is not None)
                 feeds[value.name] = run_mask(
                     self.position, run.pads, run.rows, value.shape[-1], m.mask_value, window=window, dtype=value.dtype
-                )
-            else:
-                raise PromptError(
-                    f"graph {graph.file}: input {value.name} has the role {value.role!r}, unknown to this rollkv"
                 )
         return feeds
 
