@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 
-from rollkv.runtime.cache import RollingBuffer, default_slack
+from rollkv.runtime.cache import RollingBuffer, default_slack, roll
 
 C, C_ROWS, K, D = 11, 4, 3, 2
 # layout -> shape of a cached tensor, its slot axis
@@ -40,6 +40,9 @@ def test_it_equals_a_concatenation_cut_to_the_last_slots(layout, dtype, slack):
         new = random_numbers.standard_normal((*shape[:axis], rows, *shape[axis + 1 :])).astype(dtype)
         buffer.roll(new, skip)
         kept = np.take(new, range(skip, rows), axis)
+        np.testing.assert_array_equal(
+            roll(expected, new, axis, skip), last(np.concatenate((expected, kept), axis), axis)
+        )
         expected = last(np.concatenate((expected, kept), axis), axis)
         window = buffer.window()
         assert window.shape == shape
