@@ -159,13 +159,11 @@ def verify_command(options: argparse.Namespace) -> int:
         if source.kind not in ("preset", "hub"):
             raise UsageError(f"the bundle was made from the {source.kind} {source.id!r}; pass it with --reference")
         model = source.id
-    progress = _Progress("verify")
+    from rollkv.export.verify import verify_bundle
     from rollkv.models.checkpoint import open_checkpoint
 
-    checkpoint = open_checkpoint(model, progress.line)
-    from rollkv.export.verify import verify_bundle
-
-    report = verify_bundle(bundle, checkpoint, progress.line)
+    progress = _Progress("verify")
+    report = verify_bundle(bundle, open_checkpoint(model, progress.line), progress.line)
     if options.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:

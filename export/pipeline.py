@@ -92,7 +92,7 @@ def _manifest(checkpoint: Checkpoint, options: ExportOptions, graphs: list[Graph
     config = checkpoint.config
     return Manifest(
         format=FORMAT,
-        rollkv="0.1.0",
+        rollkv=importlib.metadata.version("rollkv"),
         source=SourceInfo(id=checkpoint.id, family=config.family, sha256=checkpoint.sha256(), kind=checkpoint.kind),
         max_lm_input_len=options.max_lm_input_len,
         chunk_size=options.chunk_size,

@@ -85,6 +85,17 @@ def export(checkpoint: Path, output: Path, **settings: Any) -> Bundle:
     return open_bundle(output)
 
 
+def export_preset(name: str, output: Path) -> Bundle:
+    """Export a preset with the default lengths."""
+    from rollkv.export.pipeline import export_bundle
+    from rollkv.export.signature import resolve
+    from rollkv.models.checkpoint import open_checkpoint
+
+    opened = open_checkpoint(name)
+    export_bundle(opened, resolve(opened.config), output, lambda *_: None)
+    return open_bundle(output)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """checkpoint(name): the folder of a tiny checkpoint of SHAPES, made once."""
