@@ -94,11 +94,12 @@ def run_commands(parser: argparse.ArgumentParser, arguments: Sequence[str] | Non
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ModuleNotFoundError as error:
-        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        module = (error.name or "").partition(".")[0]
+        extra = EXTRAS.get(module)
         if extra is None:
             traceback.print_exc()
             return UNEXPECTED
-        return _fail(f"this command needs {error.name}, which the extra brings: pip install 'rollkv[{extra}]'", 2)
+        return _fail(f"this command needs {module}, which the extra brings: pip install 'rollkv[{extra}]'", 2)
     except OSError as error:
         return _fail(_describe(error), 1)
     except Exception as error:
