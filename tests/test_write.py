@@ -17,7 +17,6 @@ import onnx
 import pytest
 from conftest import export, make_checkpoint
 from test_checkpoint import change_tensors
-from toy_tokenizers import CHATML, CONFIG, byte_level, write
 
 import rollkv.export
 from rollkv.export import pipeline
@@ -25,15 +24,14 @@ from rollkv.export.audit import AuditError
 from rollkv.export.cli import main
 from rollkv.runtime.bundle import Bundle, open_bundle
 
-LENGTHS = ["-L", "40", "-c", "8", "-C", "48"]
+LENGTHS = ["-L", "120", "-c", "8", "-C", "160"]
+SETTINGS = {"max_lm_input_len": 120, "chunk_size": 8, "max_kvcache_len": 160}
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="session")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny llama with a tokenizer."""
-    folder = make_checkpoint(tmp_path_factory.mktemp("source") / "tïny", "llama", vocab_size=320)
-    return write(folder, byte_level(), **CONFIG, chat_template=CHATML)
+@pytest.fixture
+def source(text_source: Path) -> Path:
+    return text_source
 
 
 @pytest.fixture
@@ -55,10 +53,10 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def other_process(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Path]]:
+def other_process(text_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Path]]:
     """The same export in a process of its own, in another folder and environment; waits for it when called."""
     root = tmp_path_factory.mktemp("elsewhere with spaces")
-    copy = Path(shutil.copytree(source, root / "other place" / source.name))
+    copy = Path(shutil.copytree(text_source, root / "other place" / text_source.name))
     for item in copy.iterdir():
         os.utime(item, (1, 1))
     (root / "tmp").mkdir()
@@ -66,14 +64,14 @@ def other_process(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     paths = os.environ.get("PYTHONPATH", "")
     other["PYTHONPATH"] = os.pathsep.join(str(Path(part).absolute()) for part in paths.split(os.pathsep) if part)
     whole = subprocess.Popen(
-        command("export", Path("other place", source.name), "-o", "b/ü/bundle", *LENGTHS),
+        command("export", Path("other place", text_source.name), "-o", "b/ü/bundle", *LENGTHS),
         cwd=root, env=other, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
     def finish() -> Path:
         out, err = whole.communicate(timeout=120)
         assert whole.returncode == 0, err
-        assert out.startswith("b/ü/bundle: L = 40, c = 8, C = 48, ")
+        assert out.startswith("b/ü/bundle: L = 120, c = 8, C = 160, ")
         # ONNX Runtime, which onnxsim imports, keeps a file of its own there.
         assert {item.name for item in (root / "tmp").iterdir()} <= {".ses"}
         return root / "b" / "ü" / "bundle"
@@ -118,7 +116,7 @@ def test_a_bundle_holds_the_files_that_its_manifest_lists_and_no_more(previous: 
 def test_a_bundle_can_be_read_by_whom_the_umask_lets(source: Path, tmp_path: Path, traced_once: None) -> None:
     before = os.umask(0o022)
     try:
-        export(source, tmp_path / "bundle")
+        export(source, tmp_path / "bundle", **SETTINGS)
     finally:
         os.umask(before)
     assert (tmp_path / "bundle").stat().st_mode & 0o777 == 0o755
@@ -252,7 +250,7 @@ def test_a_rejected_graph_carries_all_findings(source: Path, tmp_path: Path, mon
     monkeypatch.setattr(pipeline, "trace_graph", lambda *_: onnx.ModelProto())
     monkeypatch.setattr(pipeline, "run_passes", lambda model, _: model)
     with pytest.raises(AuditError) as caught:
-        export(source, tmp_path / "bundle")
+        export(source, tmp_path / "bundle", **SETTINGS)
     assert len(caught.value.findings) > 2
     assert list(tmp_path.iterdir()) == []
 
@@ -341,7 +339,7 @@ def test_a_weight_that_is_not_finite_or_too_large_is_named(
 def test_the_largest_float16_is_allowed(source: Path, tmp_path: Path, traced_once: None) -> None:
     folder = Path(shutil.copytree(source, tmp_path / "model"))
     change_tensors(folder / "model.safetensors", lambda t: t["model.norm.weight"].__setitem__(0, -65504.0))
-    opened: Bundle = export(folder, tmp_path / "bundle")
+    opened: Bundle = export(folder, tmp_path / "bundle", **SETTINGS)
     opened.check()
 
 
