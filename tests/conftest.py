@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -155,6 +156,36 @@ def text_bundle(text_source: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "trace_graph", trace_once)
         return export(text_source, output, max_lm_input_len=120, max_kvcache_len=160)
+
+
+@pytest.fixture
+def source(text_source: Path) -> Path:
+    """The same by a shorter name."""
+    return text_source
+
+
+@pytest.fixture
+def copy(text_bundle: Bundle, tmp_path: Path) -> Path:
+    """A copy of the bundle that a test may damage."""
+    return Path(shutil.copytree(text_bundle.path, tmp_path / "copy"))
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """run(*arguments): exit code, stdout and stderr of the command in this process."""
+
+    from rollkv.export.cli import main
+
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        capfd.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as error:  # argparse
+            code = error.code if isinstance(error.code, int) else 1
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
 
 
 _TRACED: dict[Any, bytes] = {}

@@ -30,11 +30,6 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
-def source(text_source: Path) -> Path:
-    return text_source
-
-
-@pytest.fixture
 def previous(source: Path, tmp_path: Path, traced_once: None) -> Path:
     """A bundle that is there already."""
     assert main(["export", str(source), "-o", str(tmp_path / "out" / "bundle"), *LENGTHS]) == 0
