@@ -88,6 +88,9 @@ def run_commands(parser: argparse.ArgumentParser, arguments: Sequence[str] | Non
             sys.stdout.flush()
         return code
     except KeyboardInterrupt:
+        # One that came through exec of a string (torch does that) makes CPython kill itself by SIGINT at the end, its
+        # own exit code lost, unless another exec clears the mark.
+        exec("")
         return 130
     except BrokenPipeError:
         with contextlib.suppress(OSError):
