@@ -312,6 +312,20 @@ def test_a_closed_pipe_ends_quietly(text_bundle: Bundle) -> None:
     pipe.stderr.close()
 
 
+def test_ctrl_c_inside_exec_ends_with_130_too(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom rollkv.runtime import bundle\nfrom rollkv.export.cli import main\n"
+        "bundle.open_bundle = lambda path: exec('raise KeyboardInterrupt')\n"
+        "sys.exit(main(['info', 'x']))\n"
+    )
+    (tmp_path / "entry.py").write_text(script)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "entry"], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 def test_a_full_device_and_a_closed_stdout_are_no_tracebacks(text_bundle: Bundle) -> None:
     with open("/dev/full", "wb") as full:
         done = process("info", text_bundle.path, stdout=full, stderr=subprocess.PIPE)
