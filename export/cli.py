@@ -153,6 +153,8 @@ def verify_command(options: argparse.Namespace) -> int:
     bundle = open_bundle(options.bundle)
     if options.json_out and not Path(options.json_out).absolute().parent.is_dir():
         raise UsageError(f"--json-out {options.json_out}: no such folder")
+    if options.json_out and Path(options.json_out).is_dir():
+        raise UsageError(f"--json-out {options.json_out}: is a folder")
     source = bundle.manifest.source
     model = options.reference
     if model is None:

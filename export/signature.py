@@ -60,7 +60,10 @@ def resolve(
         end = min(slots or most, most)
         length = min(DEFAULT_LENGTH, end - DEFAULT_ROOM) if end > 2 * DEFAULT_ROOM else max(1, end // 2)
     if slots is None:
-        slots = min(length + DEFAULT_ROOM, most) if length < most else length + DEFAULT_ROOM
+        longest = most if allow_no_room else most - 1
+        if length > longest:
+            raise ExportError(f"-L is {length}, but the model has {most} positions; allowed: up to {longest}")
+        slots = min(length + DEFAULT_ROOM, most)
     if chunk is None:
         chunk = min(DEFAULT_CHUNK, slots)
     for flag, value in (("-L", length), ("-c", chunk), ("-C", slots)):

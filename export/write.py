@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import shutil
 import tempfile
@@ -44,25 +45,36 @@ def replacing_folder(final: Path) -> Iterator[Path]:
 
     Raises ExportError when `final` is a file, or a folder that is no bundle.
     """
-    if final.is_symlink() or (final.exists() and not final.is_dir()):
+    if final.name in ("", ".."):
+        raise ExportError(f"-o {final}: must end in the name of a folder")
+    if final.is_symlink():
+        raise ExportError(f"-o {final}: is a symbolic link; give the name of the folder itself")
+    if final.exists() and not final.is_dir():
         raise ExportError(f"-o {final}: exists and is not a folder")
-    if final.is_dir() and any(final.iterdir()) and not (final / "manifest.json").is_file():
+    if final.is_dir() and any(final.iterdir()) and not _is_bundle(final):
         raise ExportError(f"-o {final}: exists and is not a bundle; give another name or remove it")
     missing = [folder for folder in final.absolute().parents if not folder.exists()]
-    final.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent))
+    nearest = next(folder for folder in final.absolute().parents if folder.exists())
+    if not nearest.is_dir():
+        raise ExportError(f"-o {final}: {nearest} is not a folder")
+    work: Path | None = None
     try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent))
         yield work
         work.chmod(0o777 & ~_umask())
         if final.exists():
             _exchange(work, final)
         else:
             os.rename(work, final)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
+    except BaseException as error:
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
         for folder in missing:
             with contextlib.suppress(OSError):
                 folder.rmdir()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(final)  # a write to an open file does not say which
         raise
     shutil.rmtree(work, ignore_errors=True)
 
@@ -162,6 +174,15 @@ def _check_range(name: str, values: NDArray[np.float32]) -> None:
             raise CheckpointError(
                 f"tensor {name} reaches {largest:.6g}; allowed: up to {FLOAT16_MAX:.0f}, as in float16"
             )
+
+
+def _is_bundle(folder: Path) -> bool:
+    """Whether a manifest.json is there and a bundle's: web pages have files of that name too."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(manifest, dict) and {"format", "rollkv", "graphs"} <= manifest.keys()
 
 
 def _umask() -> int:

@@ -85,7 +85,7 @@ def open_checkpoint(model: str, report: Callable[[str], None] = lambda line: Non
         return replace(_open_gguf(fetch_preset(model, cache_folder(), report)), kind="preset", id=model)
     path = Path(model)
     with _readable(model):
-        if path.is_dir():
+        if model and path.is_dir():
             return _open_folder(path)
         if path.is_file():
             return _open_gguf(path)
@@ -125,6 +125,9 @@ def _open_folder(folder: Path) -> Checkpoint:
         held = _open_safetensors(shard)
         for name in sorted(names - held.keys()):
             raise CheckpointError(f"{shard}: tensor {name} should be in this shard and is not; is it of another model?")
+        for name in sorted(held.keys() & found.keys()):
+            other = next(file.name for file, listed in shards.items() if name in listed)
+            raise CheckpointError(f"{shard}: tensor {name} is in another shard too ({other})")
         found.update(held)
     text = {name: (folder / name).read_bytes() for name in TEXT_FILES if (folder / name).is_file()}
     config = replace(config, eos_token_ids=_all_eos(config, text, folder))
@@ -256,13 +259,30 @@ def _all_eos(config: DecoderConfig, text: Mapping[str, bytes], folder: Path) -> 
         token = _read_json(folder / "tokenizer_config.json").get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         tokenizer = _read_json(folder / "tokenizer.json")
-        model = tokenizer.get("model")
-        vocab = model.get("vocab") if isinstance(model, dict) else None
-        known = {**vocab} if isinstance(vocab, dict) else {}
-        known.update({t["content"]: t["id"] for t in tokenizer.get("added_tokens") or ()})
-        if token in known:
-            ids.append(known[token])
+        known = _token_table(tokenizer, folder / "tokenizer.json")
+        if isinstance(token, str) and token in known:
+            ids += token_ids(known[token], f"{folder / 'tokenizer.json'}: the id of {token!r}")
     return tuple(sorted({i for i in ids if i < config.vocab_size}))
+
+
+def _token_table(tokenizer: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """Ids by token, of a tokenizer.json: its vocabulary (a table, or a list in order) and the added tokens."""
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, list):
+        table = {
+            piece[0]: i
+            for i, piece in enumerate(vocab)
+            if isinstance(piece, list) and piece and isinstance(piece[0], str)
+        }
+    else:
+        table = {**vocab} if isinstance(vocab, dict) else {}
+    added = tokenizer.get("added_tokens") or []
+    if not isinstance(added, list) or not all(
+        isinstance(t, dict) and isinstance(t.get("content"), str) and "id" in t for t in added
+    ):
+        raise CheckpointError(f"{where}: added_tokens must be a list of objects with content and id")
+    return table | {t["content"]: t["id"] for t in added}
 
 
 def _hub_folder(model: str, report: Callable[[str], None]) -> Path:

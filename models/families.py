@@ -6,6 +6,7 @@ change the numbers and is not understood is refused. Knows no file format and no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from rollkv.models.config import CheckpointError, DecoderConfig, RopeConfig
 
 REQUIRED = object()  # in Family.settings: the key must be there
+_FIXED = {"is_causal": True}  # transformers reads it from any config: false lets a row see later tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class Family:
     settings: Mapping[str, Any]
     qkv_bias: bool = False  # always there, not a setting
     qk_norm: bool = False
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # settings that may be there with this value only
+    fixed: Mapping[str, Any] = field(default_factory=lambda: {**_FIXED})  # may be there with this value only
     windows: str = "none"  # "none", "all" layers, or "from" the layer max_window_layers on, behind use_sliding_window
 
 
@@ -69,7 +71,7 @@ FAMILIES: Mapping[str, Family] = {
             model_type="qwen2",
             settings={**_GEOMETRY, "num_key_value_heads": REQUIRED, **_WINDOW_SWITCH},
             qkv_bias=True,
-            fixed={"attention_bias": True},
+            fixed={**_FIXED, "attention_bias": True},
             windows="from",
         ),
         Family(
@@ -162,6 +164,12 @@ def read_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
             raise CheckpointError(f"{where}: {key} is {got[key]!r}, must be a positive integer")
     if got["hidden_act"] != "silu":
         raise CheckpointError(f"{where}: hidden_act {got['hidden_act']!r} is not supported; allowed: 'silu'")
+    for key, default in family.settings.items():
+        if default is False and got[key] is not None and not isinstance(got[key], bool):
+            raise CheckpointError(f"{where}: {key} is {got[key]!r}, must be true or false")
+    bos = got["bos_token_id"]
+    if bos is not None and not _is_token_id(bos):
+        raise CheckpointError(f"{where}: bos_token_id is {bos!r}, must be a token id or null")
     heads, kv_heads = got["num_attention_heads"], got["num_key_value_heads"] or got["num_attention_heads"]
     if heads % kv_heads:
         raise CheckpointError(
@@ -173,7 +181,7 @@ def read_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
     if head_dim % 2:
         raise CheckpointError(f"{where}: head_dim {head_dim} is odd; a rotated head has an even size")
     eps = got["rms_norm_eps"]
-    if not isinstance(eps, int | float) or not eps > 0:
+    if not _is_positive(eps):
         raise CheckpointError(f"{where}: rms_norm_eps is {eps!r}, must be a positive number")
     return DecoderConfig(
         family=family.model_type,
@@ -200,14 +208,28 @@ def read_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
 def token_ids(value: Any, where: str) -> tuple[int, ...]:
     """A token id setting: null, an id, or a list of ids. Raises CheckpointError for anything else."""
     ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+    if not all(map(_is_token_id, ids)):
         raise CheckpointError(f"{where} is {value!r}, must be a token id or a list of them")
     return ids
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_positive(value: Any) -> bool:
+    """A finite number above 0; JSON as Python reads it may hold Infinity and NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 def _windows(family: Family, got: Mapping[str, Any], where: str) -> tuple[int | None, ...]:
     """Window of each layer. null and 0 mean none: a window of 0 would let no query see anything."""
     layers: int = got["num_hidden_layers"]
+    kinds, known = got.get("layer_types"), ("full_attention", "sliding_attention")
+    if kinds is not None and not (
+        isinstance(kinds, list) and len(kinds) == layers and all(kind in known for kind in kinds)
+    ):
+        raise CheckpointError(f"{where}: layer_types {str(kinds)[:80]} must be {layers} of {', '.join(known)}")
     window: int | None = got.get("sliding_window") or None
     if family.windows == "none" or window is None or (family.windows == "from" and not got["use_sliding_window"]):
         return (None,) * layers
@@ -215,22 +237,22 @@ def _windows(family: Family, got: Mapping[str, Any], where: str) -> tuple[int | 
         raise CheckpointError(f"{where}: sliding_window is {window!r}, must be a positive integer or null")
     if family.windows == "all":
         return (window,) * layers
-    kinds = got["layer_types"]
-    if kinds is None:
-        return tuple(window if i >= got["max_window_layers"] else None for i in range(layers))
-    known = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-        raise CheckpointError(
-            f"{where}: layer_types {str(kinds)[:80]} must be {layers} of full_attention, sliding_attention"
-        )
-    return tuple(known[kind] for kind in kinds)
+    if kinds is not None:
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    first = got["max_window_layers"]
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        raise CheckpointError(f"{where}: max_window_layers is {first!r}, must be a number of layers")
+    return tuple(window if i >= first else None for i in range(layers))
 
 
 def _rope(got: Mapping[str, Any], head_dim: int, where: str) -> RopeConfig:
     """Rotary settings, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`."""
+    for key in ("rope_scaling", "rope_parameters"):
+        if got[key] is not None and not isinstance(got[key], dict):
+            raise CheckpointError(f"{where}: {key} is {got[key]!r}, must be an object or null")
     given = {**(got["rope_scaling"] or {}), **(got["rope_parameters"] or {})}
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in _ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise CheckpointError(f"{where}: rope type {kind!r} is not supported; supported: {', '.join(_ROPE_KEYS)}")
     keys = _ROPE_KEYS[kind]
     for key, value in given.items():
@@ -239,9 +261,10 @@ def _rope(got: Mapping[str, Any], head_dim: int, where: str) -> RopeConfig:
         if key not in keys and key not in _ROPE_HARMLESS and value is not None:
             raise CheckpointError(f"{where}: rope setting {key!r} = {value!r} is not understood for rope type {kind!r}")
     values: dict[str, Any] = {key: given.get(key) for key in keys}
-    values["rope_theta"] = given.get("rope_theta") or got["rope_theta"] or 10000.0
+    thetas = (given.get("rope_theta"), got["rope_theta"], 10000.0)
+    values["rope_theta"] = next(theta for theta in thetas if theta is not None)
     for key, value in values.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        if not _is_positive(value):
             raise CheckpointError(f"{where}: rope setting {key!r} is {value!r}, must be a positive number")
     return RopeConfig(
         type=kind,

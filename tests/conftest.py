@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,24 +125,29 @@ def bundle(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     return get
 
 
+_TRACED: dict[Any, bytes] = {}
+
+
+def trace_once(config: Any, options: Any, rows: int) -> Any:
+    """`trace.trace_graph`, which depends on nothing but the fields in the key."""
+    import onnx
+
+    from rollkv.export.trace import trace_graph
+
+    lengths = (options.chunk_size, options.max_kvcache_len)
+    key = (replace(config, eos_token_ids=()), rows, *lengths, options.kv_layout, options.ids, options.head)
+    if key not in _TRACED:
+        _TRACED[key] = trace_graph(config, options, rows).SerializeToString()
+    return onnx.ModelProto.FromString(_TRACED[key])
+
+
 @pytest.fixture(scope="session", autouse=True)
 def shared_traces() -> Iterator[None]:
-    """Trace each graph once in a test process: a trace depends on nothing but the fields in the key."""
+    """Trace each graph once in a test process."""
     if importlib.util.find_spec("torch") is None:
         yield
         return
-    from rollkv.export import pipeline, trace, verify
-
-    traced: dict[Any, bytes] = {}
-
-    def trace_once(config: Any, options: Any, rows: int) -> Any:
-        import onnx
-
-        lengths = (options.chunk_size, options.max_kvcache_len)
-        key = (config, rows, *lengths, options.kv_layout, options.ids, options.head)
-        if key not in traced:
-            traced[key] = trace.trace_graph(config, options, rows).SerializeToString()
-        return onnx.ModelProto.FromString(traced[key])
+    from rollkv.export import pipeline, verify
 
     patch = pytest.MonkeyPatch()
     for module in (pipeline, verify):
@@ -163,3 +170,49 @@ class Recorder:
         if self.inner is not None:
             return self.inner.run(graph, feeds)
         return {value.name: np.zeros(value.shape, value.dtype) for value in graph.outputs}
+
+
+@pytest.fixture(scope="session")
+def text_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny llama with a tokenizer and a chat template."""
+    from toy_tokenizers import CHATML, CONFIG, byte_level, write
+
+    folder = make_checkpoint(tmp_path_factory.mktemp("source") / "tïny", "llama", vocab_size=320)
+    return write(folder, byte_level(), **CONFIG, chat_template=CHATML)
+
+
+@pytest.fixture(scope="session")
+def text_bundle(text_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """Its bundle: L = 120, c = 8, C = 160."""
+    output = tmp_path_factory.mktemp("bündle of text") / "b 1"
+    return export(text_source, output, max_lm_input_len=120, max_kvcache_len=160)
+
+
+@pytest.fixture
+def source(text_source: Path) -> Path:
+    """The same by a shorter name."""
+    return text_source
+
+
+@pytest.fixture
+def copy(text_bundle: Bundle, tmp_path: Path) -> Path:
+    """A copy of the bundle that a test may damage."""
+    return Path(shutil.copytree(text_bundle.path, tmp_path / "copy"))
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """run(*arguments): exit code, stdout and stderr of the command in this process."""
+
+    from rollkv.export.cli import main
+
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        capfd.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as error:  # argparse
+            code = error.code if isinstance(error.code, int) else 1
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call

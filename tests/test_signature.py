@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollkv.export.signature import (
+    ExportError,
+    ExportOptions,
+    graph_inputs,
+    graph_outputs,
+    kv_pairs,
+    layer_infos,
+    resolve,
+)
+from rollkv.models.config import DecoderConfig
+from rollkv.models.families import read_config
+
+
+def config(max_position: int = 8192, **settings: Any) -> DecoderConfig:
+    raw = {
+        "model_type": "mistral",
+        "vocab_size": 307,
+        "hidden_size": 36,
+        "intermediate_size": 50,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": max_position,
+        "sliding_window": None,
+    }
+    return read_config({**raw, **settings}, "config.json")
+
+
+def lengths(options: ExportOptions) -> tuple[int, int, int]:
+    return options.max_lm_input_len, options.chunk_size, options.max_kvcache_len
+
+
+# Defaults
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, (1024, 128, 1280)),
+        ({"max_lm_input_len": 1216}, (1216, 128, 1472)),
+        ({"max_lm_input_len": 40}, (40, 128, 296)),
+        ({"chunk_size": 64}, (1024, 64, 1280)),
+        ({"max_kvcache_len": 2048}, (1024, 128, 2048)),
+        ({"max_kvcache_len": 1024}, (768, 128, 1024)),
+        ({"max_lm_input_len": 1000, "chunk_size": 100, "max_kvcache_len": 1001}, (1000, 100, 1001)),
+    ],
+)
+def test_lengths_that_are_not_given_follow_from_the_others(given: dict[str, int], wanted: tuple[int, int, int]) -> None:
+    assert lengths(resolve(config(), **given)) == wanted
+
+
+@pytest.mark.parametrize("max_position", [2, 3, 16, 100, 256, 511, 512, 513, 600, 1024, 1279, 1280])
+def test_a_short_model_gets_lengths_that_it_has_positions_for(max_position: int) -> None:
+    length, chunk, slots = lengths(resolve(config(max_position)))
+    assert 1 <= length < slots <= max_position
+    assert 1 <= chunk <= min(128, slots)
+
+
+def test_with_the_slots_alone_given_the_prompt_leaves_room_for_an_answer() -> None:
+    for slots in (2, 8, 100, 512, 513, 5000):
+        length, chunk, got = lengths(resolve(config(), max_kvcache_len=slots))
+        assert got == slots
+        assert 1 <= length < slots
+        assert chunk == min(128, slots)
+
+
+def test_other_settings_have_the_contracts_defaults() -> None:
+    options = resolve(config())
+    assert (options.kv_layout, options.ids, options.head) == ("bskd", "int32", "last")
+    assert (options.mask_value, options.opset, options.simplify) == (-32768.0, 17, True)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"chunk_size": 49}, "-c is 49, more than -C 48; allowed: 1 .. 48"),
+        ({"max_lm_input_len": 49}, "-C is 48, less than -L 49; allowed: from 50 on"),
+        (
+            {"max_lm_input_len": 48},
+            "-C 48 equals -L: the longest prompt has room for one token only; raise -C, or pass --allow-no-room",
+        ),
+        ({"max_kvcache_len": 257}, "-C is 257, above the model's 256 positions; allowed: up to 256"),
+        ({"max_lm_input_len": 0}, "-L is 0, must be at least 1"),
+        ({"max_lm_input_len": -5}, "-L is -5, must be at least 1"),
+        ({"chunk_size": 0}, "-c is 0, must be at least 1"),
+        ({"chunk_size": -1}, "-c is -1, must be at least 1"),
+        ({"max_kvcache_len": 0}, "-C is 0, must be at least 1"),
+        ({"max_kvcache_len": -48}, "-C is -48, must be at least 1"),
+        ({"kv_layout": "bkds"}, "--kv-layout is 'bkds', allowed: bskd, bksd, bksd-kt"),
+        ({"ids": "int16"}, "--ids is 'int16', allowed: int32, int64"),
+        ({"head": "first"}, "--head is 'first', allowed: last, all"),
+        ({"opset": 12}, "--opset is 12, allowed: 13, 14, 15, 16, 17, 18"),
+        ({"opset": 19}, "--opset is 19, allowed: 13, 14, 15, 16, 17, 18"),
+        ({"mask_value": 0.0}, "--mask-value is 0.0, allowed: -65504 .. -1"),
+        ({"mask_value": 5.0}, "--mask-value is 5.0, allowed: -65504 .. -1"),
+        ({"mask_value": -65505.0}, "--mask-value is -65505.0, allowed: -65504 .. -1"),
+        ({"mask_value": float("nan")}, "--mask-value is nan, allowed: -65504 .. -1"),
+        ({"mask_value": float("-inf")}, "--mask-value is -inf, allowed: -65504 .. -1"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_the_flag_and_what_is_allowed(given: dict[str, Any], message: str) -> None:
+    usual = {"max_lm_input_len": 40, "chunk_size": 8, "max_kvcache_len": 48}
+    with pytest.raises(ExportError) as caught:
+        resolve(config(256), **{**usual, **given})
+    assert str(caught.value) == message
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("length", [256, 257, 300, 10_000])
+def test_a_prompt_length_that_leaves_the_model_no_position_is_refused_by_its_own_flag(length: int) -> None:
+    with pytest.raises(ExportError) as caught:
+        resolve(config(256), max_lm_input_len=length)
+    assert str(caught.value) == f"-L is {length}, but the model has 256 positions; allowed: up to 255"
+
+
+def test_a_prompt_may_fill_every_slot_when_that_is_said() -> None:
+    given = {"max_lm_input_len": 48, "chunk_size": 8, "max_kvcache_len": 48}
+    assert lengths(resolve(config(), **given, allow_no_room=True)) == (48, 8, 48)
+    with pytest.raises(ExportError, match="less than -L 49"):
+        resolve(config(), **{**given, "max_lm_input_len": 49}, allow_no_room=True)
+    assert lengths(resolve(config(256), max_lm_input_len=256, allow_no_room=True)) == (256, 128, 256)
+
+
+def test_the_extremes_that_are_allowed() -> None:
+    assert lengths(resolve(config(256), max_lm_input_len=255, chunk_size=256, max_kvcache_len=256)) == (255, 256, 256)
+    assert lengths(resolve(config(256), max_lm_input_len=1, chunk_size=1, max_kvcache_len=2)) == (1, 1, 2)
+    assert resolve(config(), mask_value=-65504).mask_value == -65504.0
+    assert resolve(config(), mask_value=-1).mask_value == -1.0
+
+
+# The signature
+
+
+def signature(rows: int, cfg: DecoderConfig, **settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    options = resolve(cfg, **{"max_lm_input_len": 40, "chunk_size": 8, "max_kvcache_len": 48, **settings})
+    return tuple(  # type: ignore[return-value]
+        {value.name: (value.dtype, tuple(value.shape)) for value in values}
+        for values in (graph_inputs(cfg, options, rows), graph_outputs(cfg, options, rows))
+    )
+
+
+def test_the_prefill_graph_has_the_contracts_values_in_order() -> None:
+    inputs, outputs = signature(8, config(num_hidden_layers=1))
+    assert list(inputs.items()) == [
+        ("input_ids", ("int32", (1, 8))),
+        ("attention_mask", ("float32", (1, 1, 8, 48))),
+        ("position_ids", ("int32", (1, 8))),
+        ("past_key_0", ("float32", (1, 48, 2, 6))),
+        ("past_value_0", ("float32", (1, 48, 2, 6))),
+    ]
+    assert list(outputs.items()) == [
+        ("logits", ("float32", (1, 1, 307))),
+        ("new_key_0", ("float32", (1, 8, 2, 6))),
+        ("new_value_0", ("float32", (1, 8, 2, 6))),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "past_key", "past_value", "new_key", "new_value"),
+    [
+        ("bskd", (1, 48, 2, 6), (1, 48, 2, 6), (1, 8, 2, 6), (1, 8, 2, 6)),
+        ("bksd", (1, 2, 48, 6), (1, 2, 48, 6), (1, 2, 8, 6), (1, 2, 8, 6)),
+        ("bksd-kt", (1, 2, 6, 48), (1, 2, 48, 6), (1, 2, 6, 8), (1, 2, 8, 6)),
+    ],
+)
+def test_each_layout_has_its_shapes(layout: str, past_key: Any, past_value: Any, new_key: Any, new_value: Any) -> None:
+    inputs, outputs = signature(8, config(), kv_layout=layout)
+    for i in (0, 1):
+        assert inputs[f"past_key_{i}"][1] == past_key
+        assert inputs[f"past_value_{i}"][1] == past_value
+        assert outputs[f"new_key_{i}"][1] == new_key
+        assert outputs[f"new_value_{i}"][1] == new_value
+
+
+def test_the_decode_graph_is_the_same_with_one_row() -> None:
+    inputs, outputs = signature(1, config())
+    assert inputs["input_ids"] == inputs["position_ids"] == ("int32", (1, 1))
+    assert inputs["attention_mask"][1] == (1, 1, 1, 48)
+    assert inputs["past_key_1"][1] == (1, 48, 2, 6)
+    assert outputs["new_value_1"][1] == (1, 1, 2, 6)
+    assert outputs["logits"][1] == (1, 1, 307)
+
+
+def test_ids_and_logits_follow_their_settings() -> None:
+    inputs, outputs = signature(8, config(), ids="int64", head="all")
+    assert inputs["input_ids"][0] == inputs["position_ids"][0] == "int64"
+    assert inputs["attention_mask"][0] == "float32"
+    assert outputs["logits"][1] == (1, 8, 307)
+
+
+@pytest.mark.parametrize(("window", "slots"), [(1, 8), (9, 16), (40, 47), (41, 48), (42, 48), (1000, 48)])
+def test_a_layer_with_a_window_has_slots_for_it_and_one_run(window: int, slots: int) -> None:
+    cfg = config(sliding_window=window)
+    options = resolve(cfg, max_lm_input_len=40, chunk_size=8, max_kvcache_len=48)
+    assert [(layer.window, layer.kv_len) for layer in layer_infos(cfg, options)] == [(window, slots)] * 2
+    for rows in (8, 1):  # the decode graph has the slots of the larger run
+        inputs, _ = signature(rows, cfg)
+        assert "attention_mask" not in inputs
+        assert inputs["sliding_attention_mask"][1] == (1, 1, rows, slots)
+        assert inputs["past_key_0"][1] == (1, slots, 2, 6)
+
+
+def test_a_model_with_both_kinds_of_layer_has_both_masks() -> None:
+    cfg = config(model_type="qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    inputs, _ = signature(8, cfg)
+    assert inputs["attention_mask"][1] == (1, 1, 8, 48)
+    assert inputs["sliding_attention_mask"][1] == (1, 1, 8, 12)
+    assert inputs["past_key_0"][1] == (1, 48, 2, 6)
+    assert inputs["past_value_1"][1] == (1, 12, 2, 6)
+
+
+def test_every_past_input_has_its_new_output() -> None:
+    inputs, outputs = signature(8, config())
+    pairs = kv_pairs(config())
+    assert [past for past, _ in pairs] == [name for name in inputs if name.startswith("past_")]
+    assert [new for _, new in pairs] == [name for name in outputs if name.startswith("new_")]
+    assert all(past.removeprefix("past_") == new.removeprefix("new_") for past, new in pairs)
