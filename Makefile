@@ -41,7 +41,7 @@ export: setup ## write a bundle [MODEL=preset|folder|file.gguf|hub-id L=1216 CHU
 	$(ROLLKV) export "$$MODEL" -o "$$OUT" $(call given,L,-L) $(call given,CHUNK,-c) $(call given,C,-C) $(ARGS)
 
 run: setup ## answer one prompt [BUNDLE=folder PROMPT=text CHAT=1 ARGS=...]
-	@$(ROLLKV) run "$$BUNDLE" --prompt "$$PROMPT" $(if $(CHAT),--chat) $(ARGS)
+	@$(ROLLKV) run "$$BUNDLE" --prompt="$$PROMPT" $(if $(CHAT),--chat) $(ARGS)
 
 chat: setup ## talk turn by turn [BUNDLE=folder ARGS=...]
 	@$(ROLLKV) chat "$$BUNDLE" $(ARGS)

@@ -93,9 +93,12 @@ def export_command(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     from rollkv.export.audit import MASK_OPERAND_LIMIT, mask_operand_bytes
     from rollkv.export.signature import resolve
+    from rollkv.export.write import check_output
     from rollkv.models.checkpoint import open_checkpoint
 
     started = time.perf_counter()
+    output = Path(options.output)
+    check_output(output)
     checkpoint = open_checkpoint(options.model, progress.line)
     chosen = resolve(
         checkpoint.config,
@@ -112,7 +115,6 @@ def export_command(options: argparse.Namespace) -> int:
     )
     from rollkv.export.pipeline import export_bundle
 
-    output = Path(options.output)
     with progress:
         manifest = export_bundle(checkpoint, chosen, output, progress.step)
     size = sum(info.size for info in manifest.files.values())

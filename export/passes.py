@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from rollkv.runtime.backend import import_onnxruntime
+
 Pass = Callable[[onnx.ModelProto], tuple[onnx.ModelProto, bool]]
 SMALL = 1024  # elements; a larger constant is not computed ahead
 
@@ -121,6 +123,7 @@ def gemm_with_table(model: onnx.ModelProto) -> tuple[onnx.ModelProto, bool]:
 
 def simplify_graph(model: onnx.ModelProto) -> tuple[onnx.ModelProto, bool]:
     """onnxsim, on a graph whose weights are inputs: it sees shapes only."""
+    import_onnxruntime()  # before onnxsim does, see there
     import onnxsim
 
     before = len(model.graph.node)

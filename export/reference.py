@@ -6,6 +6,8 @@ that build the full causal mask and cut it.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 from rollkv.models.checkpoint import Checkpoint, load_decoder
 from rollkv.models.decoder import Decoder
 from rollkv.runtime.align import pad_left
-from rollkv.runtime.backend import Array, Backend
+from rollkv.runtime.backend import Array, Backend, import_onnxruntime
 from rollkv.runtime.bundle import SLOT_AXES, GraphInfo, Manifest
 from rollkv.runtime.cache import roll
 from rollkv.runtime.mask import causal_mask, chunk_mask
@@ -48,13 +50,14 @@ class Reference:
         logging.disable_progress_bar()
         path = checkpoint.path
         file = {"gguf_file": path.name} if path.is_file() else {}
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            path.parent if file else path,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            local_files_only=True,
-            **file,
-        ).eval()
+        with contextlib.redirect_stderr(io.StringIO()):  # its GGUF reader draws a bar that no setting turns off
+            self._model: Any = AutoModelForCausalLM.from_pretrained(
+                path.parent if file else path,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                local_files_only=True,
+                **file,
+            ).eval()
         self._windows = checkpoint.config.windows
 
     @torch.no_grad()
@@ -118,8 +121,7 @@ class WeightlessBackend:
     """Graphs whose weights are inputs, as they were traced, in ONNX Runtime without its optimisations."""
 
     def __init__(self, graphs: Mapping[str, onnx.ModelProto], weights: Mapping[str, Array], threads: int) -> None:
-        import onnxruntime
-
+        onnxruntime = import_onnxruntime()
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3

@@ -39,12 +39,8 @@ class Placed:
     shape: tuple[int, ...]
 
 
-@contextlib.contextmanager
-def replacing_folder(final: Path) -> Iterator[Path]:
-    """A new folder to write into, which takes the name `final` when the block ends without an error.
-
-    Raises ExportError when `final` is a file, or a folder that is no bundle.
-    """
+def check_output(final: Path) -> None:
+    """Raise ExportError when a bundle cannot take the name `final`: a file, a link, a folder that is no bundle."""
     if final.name in ("", ".."):
         raise ExportError(f"-o {final}: must end in the name of a folder")
     if final.is_symlink():
@@ -53,10 +49,19 @@ def replacing_folder(final: Path) -> Iterator[Path]:
         raise ExportError(f"-o {final}: exists and is not a folder")
     if final.is_dir() and any(final.iterdir()) and not _is_bundle(final):
         raise ExportError(f"-o {final}: exists and is not a bundle; give another name or remove it")
-    missing = [folder for folder in final.absolute().parents if not folder.exists()]
     nearest = next(folder for folder in final.absolute().parents if folder.exists())
     if not nearest.is_dir():
         raise ExportError(f"-o {final}: {nearest} is not a folder")
+
+
+@contextlib.contextmanager
+def replacing_folder(final: Path) -> Iterator[Path]:
+    """A new folder to write into, which takes the name `final` when the block ends without an error.
+
+    Raises ExportError as `check_output` does.
+    """
+    check_output(final)
+    missing = [folder for folder in final.absolute().parents if not folder.exists()]
     work: Path | None = None
     try:
         final.parent.mkdir(parents=True, exist_ok=True)

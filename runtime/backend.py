@@ -46,6 +46,19 @@ def available_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def import_onnxruntime() -> Any:
+    """The onnxruntime module, imported with its telemetry off.
+
+    From 1.29 on its Linux builds report each session (file name, graph and weight hashes) to their maker and keep an
+    id on the disk, unless ORT_DISABLE_TELEMETRY is set before the import (its pull request 27379). A value that the
+    user has set stays.
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    import onnxruntime
+
+    return onnxruntime
+
+
 class OrtBackend:
     """ONNX Runtime on the CPU, inputs and outputs bound to NumPy memory.
 
@@ -87,8 +100,7 @@ class _Engine:
     """One loaded graph with its output arrays."""
 
     def __init__(self, bundle: Bundle, graph: GraphInfo, threads: int, prepack: bool) -> None:
-        import onnxruntime
-
+        onnxruntime = import_onnxruntime()
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3

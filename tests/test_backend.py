@@ -1,4 +1,5 @@
 import dataclasses
+import gc
 import os
 import random
 import shutil
@@ -389,3 +390,35 @@ if len(os.listdir("/proc/self/task")) > before + 1:
 
 def test_there_is_a_thread_for_each_core_of_the_process():
     assert 1 <= available_threads() <= (os.cpu_count() or 1)
+
+
+def test_onnxruntime_reports_nothing_and_leaves_nothing_on_the_disk(bundle, tmp_path):
+    code = (
+        "import os, sys; from rollkv.runtime import Session; Session(sys.argv[1]).prefill([1, 2]);"
+        "print(os.environ['ORT_DISABLE_TELEMETRY'])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("ORT_DISABLE_TELEMETRY", "CI")}
+    environment |= {"TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code, str(bundle("llama").path)]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout == "1\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_does_not_grow_while_decoding(bundle):
+    session = Session(bundle("llama"))
+    session.prefill([1])
+
+    def anonymous():
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+    measured = {}
+    for step in range(1, 501):
+        if session.position == session.manifest.max_position:
+            session.reset()
+        session.decode(3, on_limit="roll")
+        if step in (50, 500):
+            gc.collect()
+            measured[step] = anonymous()
+    assert measured[500] <= 1.05 * measured[50]
