@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from rollkv.export.prompts import SEED, proof_ids, proof_prompts
 from rollkv.export.reference import (
     LiteralHost,
     Reference,
@@ -39,7 +40,6 @@ STEPS = 6  # tokens decoded after each prompt
 TINY = 10_000_000  # parameters; float32 noise is larger beside small logits
 BOUND, BOUND_TINY = 3e-5, 1e-4  # max abs difference of logits over max |logit|
 BOUND_KV = 1e-3  # of a layer's keys or values over their largest; says where a break begins
-SEED = 20240229
 
 
 class ReferenceMismatch(ValueError):
@@ -112,7 +112,7 @@ def verify_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: Callable[[st
     report = Report(str(bundle.path), m.source.id)
     progress("transformers, the reference")
     reference = Reference(checkpoint)
-    prompts = test_prompts(m)
+    prompts = proof_prompts(bundle)
     expected = [reference.greedy(ids, min(STEPS, m.max_kvcache_len - len(ids))) for ids in prompts]
     bound = BOUND_TINY if sum(int(np.prod(w.shape)) for w in checkpoint.weights) < TINY else BOUND
 
@@ -133,23 +133,9 @@ def verify_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: Callable[[st
     progress("past C under roll")
     report.rows += roll_rows(session, reference, bound)
     progress("what the session feeds")
-    report.rows += feed_rows(bundle, engine, prompts)
+    some = (1, m.chunk_size + 1, m.max_lm_input_len)
+    report.rows += feed_rows(bundle, engine, [ids for ids in prompts if len(ids) in some])
     return report
-
-
-def test_prompts(m: Manifest) -> list[list[int]]:
-    """Prompts of n tokens for every n mod c of {0, 1, c - 1}, one chunk and several, up to n = L.
-
-    Ids are drawn from the whole vocabulary; the BOS id, where there is one, comes first as in real use.
-    """
-    c, length = m.chunk_size, m.max_lm_input_len
-    sizes = {1, c - 1, c, c + 1, 2 * c - 1, 2 * c, 2 * c + 1, 4 * c + 1, length}
-    draw = np.random.default_rng(SEED)
-    prompts = []
-    for n in sorted(size for size in sizes if 1 <= size <= length):
-        ids = draw.integers(0, m.vocab_size, n).tolist()
-        prompts.append(ids if m.bos_token_id is None else [m.bos_token_id, *ids[1:]])
-    return prompts
 
 
 def compare(rung: str, n: int, wanted: Trail, got: Trail, bound: float) -> Row:
@@ -216,8 +202,7 @@ def roll_rows(session: Session, reference: Reference, bound: float) -> list[Row]
     n = slots + c + 1 if slots + c + 1 + STEPS <= m.max_position else m.max_position - STEPS
     if n <= slots:
         return []  # C is all the positions the model has: nothing can be forgotten
-    draw = np.random.default_rng(SEED + 1)
-    ids = draw.integers(0, m.vocab_size, n + STEPS).tolist()
+    ids = proof_ids(session.bundle, n + STEPS, start=0)
     runs = [run.rows - run.pads for run in plan_runs(n, 0, c, slots)] + [1] * STEPS
     wanted = reference.masked(ids, oracle_visible(runs, slots), STEPS + 1)
     session.reset()
@@ -307,7 +292,7 @@ def _check_hidden(
     for name, array in outputs.items():
         if not np.isfinite(array).all():
             return f"output {name} is not finite"
-    draw = np.random.default_rng(SEED + 2)
+    draw = np.random.default_rng(SEED)
     changed = dict(feeds)
     masks = {v.role: feeds[v.name][0, 0] for v in graph.inputs if v.role.endswith("attention_mask")}
     for value in graph.inputs:
