@@ -6,14 +6,14 @@ RUN := $(VENV)/bin/python -m
 ROLLKV := $(VENV)/bin/rollkv
 
 MODEL ?= smollm2-135m
-NAME := $(basename $(notdir $(patsubst %/,%,$(MODEL))))
+NAME := $(patsubst %.gguf,%,$(notdir $(patsubst %/,%,$(MODEL))))
 OUT ?= bundles/$(NAME)
 BUNDLE ?= $(OUT)
 PROMPT ?= What is the capital of France?
-# Texts reach the program through the environment: no shell looks at them.
-export MODEL OUT BUNDLE PROMPT REFERENCE
+# What is given reaches the program through the environment: no shell looks at it.
+export MODEL OUT BUNDLE PROMPT REFERENCE L CHUNK C
 # given,VARIABLE,flag: the flag with its value, if the variable stands on make's command line
-given = $(if $(filter command,$(firstword $(origin $1))),$2 "$($1)")
+given = $(if $(filter command,$(firstword $(origin $1))),$2 "$$$1")
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo export run chat info verify test test-real check lint format types bench clean
@@ -32,10 +32,10 @@ $(VENV)/ready: pyproject.toml .ci/constraints.txt .ci/install-torch
 	@touch $@
 
 demo: setup ## export SmolLM2-135M-Instruct, answer a prompt in chat form, verify the bundle
-	$(ROLLKV) export smollm2-135m -o bundles/demo
-	$(ROLLKV) info bundles/demo
-	$(ROLLKV) run bundles/demo --chat --prompt 'What is the capital of France?'
-	$(ROLLKV) verify bundles/demo
+	$(ROLLKV) export smollm2-135m -o bundles/smollm2-135m
+	$(ROLLKV) info bundles/smollm2-135m
+	$(ROLLKV) run bundles/smollm2-135m --chat --prompt 'What is the capital of France?'
+	$(ROLLKV) verify bundles/smollm2-135m
 
 export: setup ## write a bundle [MODEL=preset|folder|file.gguf|hub-id L=1216 CHUNK=128 C=1344 OUT=folder ARGS=...]
 	$(ROLLKV) export "$$MODEL" -o "$$OUT" $(call given,L,-L) $(call given,CHUNK,-c) $(call given,C,-C) $(ARGS)

@@ -54,11 +54,10 @@ def main(names: list[str]) -> int:
             tokens.append(int(wanted.logits[-1].argmax()))
             session.reset()
             got = [session.prefill(ids)] + [session.decode(token) for token in tokens[:-1]]
-            largest = max(np.abs(x).max() for x in wanted.logits)
-            worst = max(np.abs(a - b).max() for a, b in zip(wanted.logits, got, strict=True)) / largest
+            worst = max(np.abs(a - b).max() / np.abs(a).max() for a, b in zip(wanted.logits, got, strict=True))
             equal = sum(int(b.argmax()) == token for b, token in zip(got, tokens, strict=True))
             ties = sum(
-                int(b.argmax()) != t and a.max() - a[b.argmax()] < BOUND * largest
+                int(b.argmax()) != t and a.max() - a[b.argmax()] < BOUND * np.abs(a).max()
                 for a, b, t in zip(wanted.logits, got, tokens, strict=True)
             )
             failed += equal + ties < TOKENS or not worst <= BOUND

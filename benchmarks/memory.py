@@ -22,7 +22,6 @@ def rss():
 
 start = time.perf_counter()
 session = Session(sys.argv[1], threads=2, low_memory=sys.argv[2] == "low")
-session.backend.load()
 load = time.perf_counter() - start
 chunks, steps = [], []
 for _ in range(3):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +58,20 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--allow-no-room", action="store_true", help="allow C == L, which leaves the longest prompt one token"
     )
-    export.add_argument("--kv-layout", metavar="LAYOUT", default="bskd", help="bskd (default), bksd or bksd-kt")
+    layouts = ("bskd", "bksd", "bksd-kt")
+    export.add_argument("--kv-layout", choices=layouts, default="bskd", help="axes of the cache (default bskd)")
     export.add_argument(
-        "--ids", metavar="TYPE", default="int32", help="type of ids and positions: int32 (default) or int64"
+        "--ids", choices=("int32", "int64"), default="int32", help="type of ids and positions (default int32)"
     )
-    export.add_argument("--head", metavar="ROWS", default="last", help="logits of the last row (default) or of all")
+    export.add_argument("--head", choices=("last", "all"), default="last", help="rows of logits (default last)")
     export.add_argument(
-        "--mask-value", metavar="X", type=float, default=-32768.0, help="what hides a slot (default -32768)"
+        "--mask-value",
+        metavar="X",
+        type=float,
+        default=-32768.0,
+        help="what hides a slot (default --mask-value=-32768)",
     )
-    export.add_argument("--opset", metavar="N", type=int, default=17, help="ONNX opset, 13 to 18 (default 17)")
+    export.add_argument("--opset", type=int, choices=range(13, 19), default=17, help="ONNX opset (default 17)")
     export.add_argument("--no-simplify", action="store_true", help="leave onnxsim out")
     export.add_argument("--json", action="store_true", help="print a summary as JSON")
     export.set_defaults(main=export_command)
@@ -90,7 +97,6 @@ def build_parser() -> argparse.ArgumentParser:
 def export_command(options: argparse.Namespace) -> int:
     """`rollkv export`."""
     progress = _Progress("export")
-    signal.signal(signal.SIGTERM, _interrupt)
     from rollkv.export.audit import MASK_OPERAND_LIMIT, mask_operand_bytes
     from rollkv.export.signature import resolve
     from rollkv.export.write import check_output
@@ -115,7 +121,7 @@ def export_command(options: argparse.Namespace) -> int:
     )
     from rollkv.export.pipeline import export_bundle
 
-    with progress:
+    with progress, _stopped_cleanly():
         manifest = export_bundle(checkpoint, chosen, output, progress.step)
     size = sum(info.size for info in manifest.files.values())
     operand = mask_operand_bytes(checkpoint.config.num_heads, chosen.chunk_size, chosen.max_kvcache_len)
@@ -169,11 +175,13 @@ def verify_command(options: argparse.Namespace) -> int:
     progress = _Progress("verify")
     report = verify_bundle(bundle, open_checkpoint(model, progress.line), progress.line)
     if options.json:
-        print(json.dumps(report.to_dict(), indent=2))
+        print(json.dumps(report.to_dict(), indent=2, allow_nan=False))
     else:
         _print_report(report)
         if options.json_out:
-            Path(options.json_out).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+            Path(options.json_out).write_text(
+                json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8"
+            )
     if report.fault:
         print(f"rollkv: verification failed: {report.fault}", file=sys.stderr)
     return 1 if report.fault else 0
@@ -192,7 +200,7 @@ def _print_report(report: Any) -> None:
             ties = f" +{row.near_ties} tie" if row.near_ties else ""
             numbers = [f"{row.max_abs:.2e}", f"{row.relative:.1e}", f"{row.bound:.0e}", f"{row.top1}/{row.steps}{ties}"]
             numbers.append(f"{row.kv_relative:.1e}" if row.kv_relative else "")
-        table.add_row(row.rung, str(row.n), *numbers, "ok" if row.holds else "BROKEN")
+        table.add_row(row.rung, str(row.n), *numbers, "skipped" if row.skipped else "ok" if row.holds else "BROKEN")
     Console(width=None if sys.stdout.isatty() else 100).print(table)
 
 
@@ -231,8 +239,22 @@ class _Progress:
         print(f"rollkv {self._verb}: {text}", file=sys.stderr)
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+@contextlib.contextmanager
+def _stopped_cleanly() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the process as they would, with 128 + their number, but through the clean-up."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,8 @@ def run_passes(model: onnx.ModelProto, passes: Sequence[Pass]) -> onnx.ModelProt
     for step in passes:
         try:
             model, _ = step(model)
+        except ModuleNotFoundError:
+            raise  # an extra that is not installed is no fault of the pass
         except Exception as error:
             before = f" after {', '.join(done)}" if done else ""
             raise PassError(f"pass {step.__name__} failed{before}: {type(error).__name__}: {error}") from error

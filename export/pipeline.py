@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import onnx
+
 from rollkv.export.audit import AuditError, audit_graph
 from rollkv.export.passes import passes_for, run_passes
 from rollkv.export.signature import ExportOptions, graph_inputs, graph_outputs, kv_pairs, layer_infos
@@ -48,11 +50,10 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
             traced = trace_graph(config, options, rows)
             model = run_passes(traced, passes_for(options.opset, options.simplify))
             model.ir_version = info.ir_version
-            model = bind_weights(model, placed, WEIGHTS_FILE)
-            findings = audit_graph(model, info)
+            write_file(folder / info.file, serialize(bind_weights(model, placed, WEIGHTS_FILE)))
+            findings = audit_graph(onnx.load(folder / info.file, load_external_data=False), info)
             if findings:
                 raise AuditError(info.file, findings)
-            write_file(folder / info.file, serialize(model))
             graphs.append(info)
         report("trace", 2, 2)
 

@@ -1,7 +1,8 @@
 """What a bundle is compared with: transformers' own model, and the host half of the contract written down literally.
 
-Nothing here shares code with the session, the rolling cache or the decoder that it judges, save the pure functions
-that build the full causal mask and cut it.
+`Reference` shares nothing with this project. `LiteralHost` shares with the session that it is compared with the plain
+functions alone: padding, the full causal mask and its cutting, the roll by concatenation. The two backends run this
+project's decoder and its graph before the passes.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx
 import torch
@@ -26,6 +26,9 @@ from rollkv.models.config import DecoderConfig
 from rollkv.models.decoder import Decoder
 from rollkv.runtime.bundle import ValueInfo
 
+if TYPE_CHECKING:
+    import onnx_ir
+
 TRACED_OPSET = 18  # the lowest that torch's exporter writes; passes.lower_opset brings it to the one asked for
 ONNX_TYPES = {
     "float32": TensorProto.FLOAT,
@@ -33,6 +36,12 @@ ONNX_TYPES = {
     "int32": TensorProto.INT32,
     "int64": TensorProto.INT64,
 }
+
+
+class TraceError(RuntimeError):
+    """torch's exporter failed, or gave a graph with other inputs, outputs or constants than asked for."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True)
@@ -154,25 +163,40 @@ def _export(module: torch.nn.Module, feeds: Mapping[str, Tensor], outputs: list[
     """A module as ONNX nodes, its parameters left as names."""
     import onnx_ir
 
-    with _quiet():
-        program = torch.export.export(module, tuple(feeds.values()), strict=False)
-        traced = torch.onnx.export(
-            program,
-            dynamo=True,
-            optimize=False,
-            verbose=False,
-            opset_version=TRACED_OPSET,
-            input_names=list(feeds),
-            output_names=outputs,
-        )
+    try:
+        with _quiet():
+            program = torch.export.export(module, tuple(feeds.values()), strict=False)
+            traced = torch.onnx.export(
+                program,
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+                opset_version=TRACED_OPSET,
+                input_names=list(feeds),
+                output_names=outputs,
+            )
+    except ModuleNotFoundError:
+        raise  # an extra that is not installed
+    except Exception as error:  # torch raises many kinds
+        raise TraceError(
+            f"torch {torch.__version__} cannot export the decoder: {type(error).__name__}: {error}"
+        ) from error
     assert traced is not None
     graph = traced.model.graph
-    assert [value.name for value in graph.inputs] == list(feeds), "an input was merged or renamed"
-    assert [value.name for value in graph.outputs] == outputs, "an output was merged or renamed"
-    unknown = set(graph.initializers) - {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    assert not unknown, f"constants in the trace: {unknown}"
+    check_trace(graph, list(feeds), outputs, [name for name, _ in module.named_parameters(remove_duplicate=False)])
     graph.initializers.clear()  # parameters of the meta device: names and shapes, no values
     return onnx_ir.to_proto(traced.model).graph
+
+
+def check_trace(graph: onnx_ir.Graph, inputs: list[str], outputs: list[str], parameters: list[str]) -> None:
+    """Raise TraceError when torch merged or renamed an input or output, or put a constant of its own into the graph."""
+    for what, asked, values in (("inputs", inputs, graph.inputs), ("outputs", outputs, graph.outputs)):
+        got = [value.name for value in values]
+        if got != asked:
+            raise TraceError(f"torch's exporter gave the {what} {got}, asked for {asked}")
+    unknown = sorted(set(graph.initializers) - set(parameters))
+    if unknown:
+        raise TraceError(f"torch's exporter put constants into the graph: {', '.join(unknown)}")
 
 
 def _nodes_behind(graph: onnx.GraphProto, outputs: tuple[str, ...]) -> tuple[onnx.NodeProto, ...]:

@@ -11,7 +11,7 @@ audit of what the session feeds.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,15 +54,16 @@ class Row:
 
     rung: str
     n: int
-    max_abs: float  # of the logits' difference
-    relative: float  # the same over max |logit|
-    bound: float  # on `relative`
-    top1: int  # steps of `steps` with the reference's argmax
-    steps: int
-    near_ties: int  # steps whose argmax differs while the reference's two best lie within the bound
-    kv_relative: float  # largest difference of a layer's new keys or values over their largest
-    first_layer: int | None  # that breaks its bound
-    fault: str | None  # what is wrong, None when all holds
+    max_abs: float = 0.0  # of the logits' difference
+    relative: float = 0.0  # the worst step's difference over its max |logit|
+    bound: float = 0.0  # on `relative`
+    top1: int = 0  # steps of `steps` with the reference's argmax
+    steps: int = 0
+    near_ties: int = 0  # steps whose argmax differs while the reference's two best lie within the bound
+    kv_relative: float = 0.0  # largest difference of a layer's new keys or values over their largest
+    first_layer: int | None = None  # that breaks its bound
+    fault: str | None = None  # what is wrong, None when all holds
+    skipped: str | None = None  # why nothing was run
 
     @property
     def holds(self) -> bool:
@@ -84,8 +85,11 @@ class Report:
         return next((f"rung {row.rung}, prompt of {row.n}: {row.fault}" for row in self.rows if row.fault), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        rows = [dataclasses.asdict(row) for row in self.rows]
+        """For JSON, where a number that is not finite is null."""
+        rows = [
+            {key: None if isinstance(value, float) and not np.isfinite(value) else value for key, value in row.items()}
+            for row in map(dataclasses.asdict, self.rows)
+        ]
         return {
             "bundle": self.bundle,
             "source": self.source,
@@ -139,28 +143,28 @@ def verify_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: Callable[[st
 
 
 def compare(rung: str, n: int, wanted: Trail, got: Trail, bound: float) -> Row:
-    """One row: logits of every step, argmax of every step, keys and values of every layer."""
-    largest = max(float(np.abs(x).max()) for x in wanted.logits)
-    max_abs = _worst(np.abs(a - b).max() for a, b in zip(wanted.logits, got.logits, strict=True))
-    same, near = 0, 0
+    """One row: logits and argmax of every step, keys and values of every layer."""
+    max_abs = relative = 0.0
+    same = near = 0
     for a, b in zip(wanted.logits, got.logits, strict=True):
+        largest, error = float(np.abs(a).max()), float(np.abs(a - b).max())
+        max_abs, relative = _worst(max_abs, error), _worst(relative, error / largest)
         if a.argmax() == b.argmax():
             same += 1
         elif a.max() - a[b.argmax()] < bound * largest:
             near += 1
-    kv, layer = 0.0, None
-    for i in range(len(got.keys)):
-        for a, b in ((wanted.keys[i], got.keys[i]), (wanted.values[i], got.values[i])):
-            tail = min(len(a), len(b))  # transformers' cache of a sliding layer keeps the window only
-            error = _worst([np.abs(a[-tail:] - b[-tail:]).max() / np.abs(a).max()])
-            kv = max(kv, error)
-            if not error <= BOUND_KV and layer is None:
-                layer = i
+    kv, first = 0.0, None
+    for layer in range(len(got.keys)):
+        pairs = ((wanted.keys, got.keys), (wanted.values, got.values))
+        error = _worst(*(_relative(a[layer], b[layer]) for a, b in pairs))
+        kv = _worst(kv, error)
+        if first is None and not error <= BOUND_KV:
+            first = (layer, error)
     steps = len(wanted.logits)
-    relative = max_abs / largest
     fault = None
-    if layer is not None:
-        fault = f"new keys or values of layer {layer} are off by {kv:.1e} of their largest (bound {BOUND_KV:.0e})"
+    if first is not None:
+        layer, error = first
+        fault = f"new keys or values of layer {layer} are off by {error:.1e} of their largest (bound {BOUND_KV:.0e})"
     elif not relative <= bound:
         fault = f"logits are off by {max_abs:.3g}, {relative:.1e} of the largest (bound {bound:.0e})"
     elif same + near < steps:
@@ -175,9 +179,20 @@ def compare(rung: str, n: int, wanted: Trail, got: Trail, bound: float) -> Row:
         steps=steps,
         near_ties=near,
         kv_relative=kv,
-        first_layer=layer,
+        first_layer=first[0] if first else None,
         fault=fault,
     )
+
+
+def _relative(wanted: Array, got: Array) -> float:
+    """Largest difference over the largest of wanted; the tail, as transformers keeps a sliding layer's window only."""
+    tail = min(len(wanted), len(got))
+    return float(np.abs(wanted[-tail:] - got[-tail:]).max() / np.abs(wanted).max())
+
+
+def _worst(*errors: float) -> float:
+    """The largest; NaN when one is, so that no bound holds."""
+    return float("nan") if any(np.isnan(errors)) else max(errors)
 
 
 def follow_session(session: Session, ids: Sequence[int], tokens: Sequence[int]) -> Trail:
@@ -199,12 +214,14 @@ def roll_rows(session: Session, reference: Reference, bound: float) -> list[Row]
     """A prompt longer than C, then decode, under `roll`: the mask oracle in one full pass of the reference."""
     m = session.manifest
     c, slots = m.chunk_size, m.max_kvcache_len
-    n = slots + c + 1 if slots + c + 1 + STEPS <= m.max_position else m.max_position - STEPS
-    if n <= slots:
-        return []  # C is all the positions the model has: nothing can be forgotten
-    ids = proof_ids(session.bundle, n + STEPS, start=0)
-    runs = [run.rows - run.pads for run in plan_runs(n, 0, c, slots)] + [1] * STEPS
-    wanted = reference.masked(ids, oracle_visible(runs, slots), STEPS + 1)
+    total = min(slots + c + 1 + STEPS, m.max_position)
+    if total <= slots:
+        return [Row(rung="roll", n=total, skipped="C is all the positions of the model, nothing can be forgotten")]
+    steps = min(STEPS, total - 1)
+    n = total - steps
+    ids = proof_ids(session.bundle, total, start=0)
+    runs = [run.rows - run.pads for run in plan_runs(n, 0, c, slots)] + [1] * steps
+    wanted = reference.masked(ids, oracle_visible(runs, slots), steps + 1)
     session.reset()
     got = [session.prefill(ids[:n], on_limit="roll")]
     got += [session.decode(token, on_limit="roll") for token in ids[n:]]
@@ -243,21 +260,7 @@ def feed_rows(bundle: Bundle, engine: Backend, prompts: Sequence[Sequence[int]])
                 fault or _check_feeds(m, graph, feeds, past, pads) or _check_hidden(engine, m, graph, feeds, outputs)
             )
             past += graph.rows - pads
-        rows.append(
-            Row(
-                rung="feeds",
-                n=len(ids),
-                max_abs=0.0,
-                relative=0.0,
-                bound=0.0,
-                top1=0,
-                steps=0,
-                near_ties=0,
-                kv_relative=0.0,
-                first_layer=None,
-                fault=fault,
-            )
-        )
+        rows.append(Row(rung="feeds", n=len(ids), fault=fault))
     return rows
 
 
@@ -339,9 +342,3 @@ def _traced_backend(bundle: Bundle, checkpoint: Checkpoint) -> WeightlessBackend
                 place = Placed(int(where["offset"]), int(where["length"]), tuple(tensor.dims))
                 weights[tensor.name] = map_tensor(bundle.path / where["location"], place)
     return WeightlessBackend(graphs, weights, available_threads())
-
-
-def _worst(errors: Iterable[Any]) -> float:
-    """The largest; NaN when one is, so that no bound holds."""
-    values = np.array([float(error) for error in errors])
-    return float("nan") if np.isnan(values).any() else float(values.max())

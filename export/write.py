@@ -68,10 +68,12 @@ def replacing_folder(final: Path) -> Iterator[Path]:
         work = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent))
         yield work
         work.chmod(0o777 & ~_umask())
+        _sync(work)
         if final.exists():
             _exchange(work, final)
         else:
             os.rename(work, final)
+        _sync(final.parent)
     except BaseException as error:
         if work is not None:
             shutil.rmtree(work, ignore_errors=True)
@@ -119,6 +121,7 @@ def write_weights(
         target = map_tensor(path, placed[name], "r+")
         target[...] = table
         progress(placed[name].length)
+    _sync(path)
 
 
 def map_tensor(path: Path, place: Placed, mode: str = "r") -> NDArray[np.float32]:
@@ -190,6 +193,15 @@ def _is_bundle(folder: Path) -> bool:
     return isinstance(manifest, dict) and {"format", "rollkv", "graphs"} <= manifest.keys()
 
 
+def _sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, onto the disk: a bundle that has its name is whole, whatever fails."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
@@ -205,10 +217,11 @@ def _exchange(work: Path, final: Path) -> None:
         if libc.renameat2(at_cwd, names[0], at_cwd, names[1], rename_exchange) == 0:
             return
     aside = work.with_suffix(".old")
-    os.rename(final, aside)
     try:
+        os.rename(final, aside)
         os.rename(work, final)
     except BaseException:
-        os.rename(aside, final)
+        if not final.exists():
+            os.rename(aside, final)
         raise
     shutil.rmtree(aside, ignore_errors=True)

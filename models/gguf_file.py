@@ -194,6 +194,7 @@ def _config(architecture: str, header: Header, infos: Mapping[str, TensorInfo]) 
         raise CheckpointError(f"{path}: a mixture of {count} experts ({prefix}expert_count) is not supported")
     if not metadata.flag(prefix + "attention.causal", True):
         raise CheckpointError(f"{path}: {prefix}attention.causal is false; only causal attention is supported")
+    _refuse_window(metadata, architecture)
     hidden = metadata.integer(prefix + "embedding_length", low=1)
     heads = metadata.integer(prefix + "attention.head_count", low=1)
     head_dim = _head_dim(metadata, prefix, hidden, heads)
@@ -214,7 +215,6 @@ def _config(architecture: str, header: Header, infos: Mapping[str, TensorInfo]) 
         "rope_parameters": _rope(metadata, prefix, head_dim, header, infos.get(_ROPE_FACTORS)),
         "tie_word_embeddings": "output.weight" not in infos,
         "hidden_act": "silu",
-        "sliding_window": _sliding_window(metadata, architecture),
         "attention_bias": "attn" in biased,
         "mlp_bias": "ffn" in biased,
         "bos_token_id": special_ids(metadata).get("bos"),
@@ -265,12 +265,15 @@ def _vocab_size(metadata: Metadata, prefix: str, hidden: int, infos: Mapping[str
     return rows
 
 
-def _sliding_window(metadata: Metadata, architecture: str) -> int | None:
+def _refuse_window(metadata: Metadata, architecture: str) -> None:
+    """A window that the file names without its layers."""
     key = architecture + ".attention.sliding_window"
     window = metadata.integer(key, 0)
-    if window and architecture != "llama":
-        raise CheckpointError(f"{metadata.path}: {key} is {window}, and the file does not say which layers it is for")
-    return window or None
+    if window:
+        raise CheckpointError(
+            f"{metadata.path}: {key} is {window}, and the file does not say which layers it is for; "
+            "export from the model's Hugging Face folder"
+        )
 
 
 def _rope(
@@ -284,22 +287,15 @@ def _rope(
         kind, factor_key = "linear", prefix + "rope.scale_linear"
     else:
         factor_key = prefix + "rope.scaling.factor"
-    if kind not in ("none", "linear", "yarn"):
-        raise CheckpointError(
-            f"{path}: {prefix}rope.scaling.type is {quoted(kind)}; supported: 'none', 'linear', 'yarn'"
-        )
+    if kind not in ("none", "linear"):
+        raise CheckpointError(f"{path}: {prefix}rope.scaling.type is {quoted(kind)}; supported: 'none', 'linear'")
     if factors is not None:
         if kind != "none":
             raise CheckpointError(f"{path}: has both {prefix}rope.scaling.type {kind!r} and tensor {_ROPE_FACTORS!r}")
         return {"rope_theta": theta} | _llama3(path, theta, head_dim, GgufTensor(factors, header.data))
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
-    rope: dict[str, object] = {"rope_type": kind, "rope_theta": theta, "factor": metadata.number(factor_key)}
-    if kind == "yarn":
-        rope["original_max_position_embeddings"] = metadata.integer(
-            prefix + "rope.scaling.original_context_length", low=1
-        )
-    return rope
+    return {"rope_type": kind, "rope_theta": theta, "factor": metadata.number(factor_key)}
 
 
 def _llama3(path: Path, theta: float, head_dim: int, stored: GgufTensor) -> dict[str, object]:

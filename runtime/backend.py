@@ -68,32 +68,19 @@ class OrtBackend:
     """
 
     def __init__(self, bundle: Bundle, threads: int | None = None, low_memory: bool = False) -> None:
-        self._bundle = bundle
-        self._threads = threads or available_threads()
-        self._low_memory = low_memory
-        self._engines: dict[str, _Engine] = {}
+        """Load every graph. Raises BackendError when ONNX Runtime refuses one, BundleError when it is not as listed."""
         if bundle.manifest.dtype == "float16":
             warnings.warn(
                 "this bundle is float16: the CPU computes it slowly, and not with an NPU's rounding", stacklevel=2
             )
+        threads = threads or available_threads()
+        self._engines = {
+            graph.file: _Engine(bundle, graph, threads, prepack=not low_memory) for graph in bundle.manifest.graphs
+        }
 
     def run(self, graph: GraphInfo, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """See Backend.run. Raises FeedError for a wrong feed, BackendError when ONNX Runtime fails."""
-        engine = self._engines.get(graph.file)
-        if engine is None:
-            engine = self._load(graph)
-        return engine.run(feeds)
-
-    def load(self) -> None:
-        """Load every graph now, which otherwise happens when it first runs. Raises BackendError."""
-        for graph in self._bundle.manifest.graphs:
-            if graph.file not in self._engines:
-                self._load(graph)
-
-    def _load(self, graph: GraphInfo) -> _Engine:
-        engine = _Engine(self._bundle, graph, self._threads, prepack=not self._low_memory)
-        self._engines[graph.file] = engine
-        return engine
+        return self._engines[graph.file].run(feeds)
 
 
 class _Engine:

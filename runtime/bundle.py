@@ -289,6 +289,8 @@ def _check_manifest(m: Manifest, where: str) -> None:
         need(name in m.files, f"file {name!r} is not listed in files")
     roles = [graph.role for graph in m.graphs]
     need("prefill" in roles and "decode" in roles, "graphs must hold a prefill and a decode graph")
+    windows = {layer.window for layer in m.layers if layer.window is not None}
+    need(len(windows) <= 1, f"layers have the windows {sorted(windows)}; one is supported")
     need(all(len(pair) == 2 for pair in m.kv_pairs), "kv_pairs must hold pairs of names")
     for graph in m.graphs:
         _check_values(m, graph, graph.inputs, need)
@@ -296,6 +298,8 @@ def _check_manifest(m: Manifest, where: str) -> None:
         if graph.role in ("prefill", "decode"):
             most, rows = m.max_kvcache_len, graph.rows
             need(1 <= rows <= most, f"graph {graph.file}: rows is {rows}, must be in 1 .. {most}")
+            need(graph.role == "prefill" or rows == 1, f"graph {graph.file}: rows is {rows}, decode has 1")
+            _check_roles(m, graph, need)
             _check_pairs(m, graph, need)
 
 
@@ -313,6 +317,22 @@ def _check_values(m: Manifest, graph: GraphInfo, values: Iterable[ValueInfo], ne
             slots = value.shape[SLOT_AXES[m.kv_layout][value.role == "past_value"]]
             kv_len = m.layers[value.layer].kv_len
             need(slots == kv_len, f"{what} has {slots} slots, layers[{value.layer}] says kv_len {kv_len}")
+
+
+def _check_roles(m: Manifest, graph: GraphInfo, need: Any) -> None:
+    """What the driver feeds and takes is there once, in the shape that it makes."""
+    values = [*graph.inputs, *graph.outputs]
+    names = [value.name for value in values]
+    need(len(set(names)) == len(names), f"graph {graph.file}: a name occurs twice")
+    for role, shape in (("ids", [1, graph.rows]), ("position_ids", [1, graph.rows]), ("logits", None)):
+        found = [value for value in values if value.role == role]
+        need(len(found) == 1, f"graph {graph.file}: {len(found)} values have the role {role}, must be one")
+        need(shape in (None, found[0].shape), f"graph {graph.file}: {role} has shape {found[0].shape}, must be {shape}")
+    for role, windowed in (("attention_mask", False), ("sliding_attention_mask", True)):
+        lengths = {layer.kv_len for layer in m.layers if (layer.window is not None) == windowed}
+        masks = [value.shape for value in graph.inputs if value.role == role]
+        wanted = [[1, 1, graph.rows, length] for length in sorted(lengths)]
+        need(masks == wanted, f"graph {graph.file}: {role} has the shapes {masks}, the layers need {wanted}")
 
 
 def _check_pairs(m: Manifest, graph: GraphInfo, need: Any) -> None:

@@ -70,11 +70,9 @@ class RollingBuffer:
             window[:, self.slots - count :] = tokens[:, skip:]
 
     def _move_back(self) -> None:
-        """Copy the window to the buffer's start, in pieces that do not overlap so that nothing is allocated."""
+        """Copy the window to the buffer's start. NumPy copies overlapping stretches of one axis without a temporary."""
         shift = self._start * self._unit
-        for at in range(0, self._size, shift):
-            length = min(shift, self._size - at)
-            self._flat[at : at + length] = self._flat[at + shift : at + shift + length]
+        self._flat[: self._size] = self._flat[shift : shift + self._size]
         self._start = 0
         self.copied_bytes += self._size * self._flat.itemsize
 

@@ -41,7 +41,10 @@ class UsageError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with a user error in one line on stderr."""
+    """argparse with a user error in one line on stderr, and flags in full: a script's words stay good."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, and exit with 2."""
@@ -78,14 +81,16 @@ def add_commands(commands: Any) -> None:
 
 def run_commands(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     """Parse, run the command, and turn what it raises into a line and an exit code."""
+    # A stream that the caller closed is None, and print would take the other one for it.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a console without emoji prints a mark instead of crashing
             stream.reconfigure(errors="replace")
     try:
         options = parser.parse_args(arguments)
         code: int = options.main(options)
-        if sys.stdout is not None:  # None: the caller closed it
-            sys.stdout.flush()
+        sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         # One that came through exec of a string (torch does that) makes CPython kill itself by SIGINT at the end, its

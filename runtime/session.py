@@ -8,6 +8,7 @@ P is `Session.position`, the number of real tokens that went through; L, c and C
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -135,7 +136,10 @@ class Session:
         m = self.manifest
         if on_limit not in ON_LIMIT:
             raise PromptError(f"on_limit {on_limit!r} is unknown; allowed: {', '.join(ON_LIMIT)}")
-        ids = [int(i) for i in ids]
+        try:
+            ids = [operator.index(i) for i in ids]
+        except TypeError:
+            raise PromptError(f"token ids must be whole numbers, got {type(ids).__name__} {str(ids)[:40]!r}") from None
         if not ids:
             raise PromptError("empty prompt: there is no token to run")
         for index, token in enumerate(ids):
@@ -177,9 +181,13 @@ class Session:
         for value in graph.outputs:
             if value.role == "logits":
                 logits = outputs[value.name][0, -1]
-        for past, new in self.manifest.kv_pairs:
-            self._caches[past].roll(outputs[new], run.pads)
-        self._tokens += ids
+        try:
+            for past, new in self.manifest.kv_pairs:
+                self._caches[past].roll(outputs[new], run.pads)
+            self._tokens += ids
+        except BaseException:  # Ctrl-C between two layers: they would be a token apart
+            self.reset()
+            raise
         assert logits is not None
         return logits
 

@@ -360,6 +360,6 @@ class Chat:
         if len(ids) > limit and not truncates and options.get("on_limit", "stop") == "stop":
             raise TextError(
                 f"{what} has {len(ids)} tokens; allowed: at most L = {limit} (C = {slots} cache slots), "
-                "unless --truncate left or middle, or --on-limit roll or sinks, is given"
+                "unless --truncate left or middle, or --on-limit roll, is given"
             )
         return Reply(self.session, ids, stream, options, start_anew=len(ids) > limit and truncates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # before any test imports onnxruntime
+
 from rollkv.runtime.bundle import Bundle, open_bundle
 
-# Odd sizes: heads != kv heads, kv heads == heads / kv heads nowhere to hide, head_dim x heads != hidden for qwen3.
+# Odd sizes: heads != kv heads, once kv heads == heads / kv heads, and for qwen3 head_dim x heads != hidden.
 SMALL = {
     "vocab_size": 307,
     "hidden_size": 36,

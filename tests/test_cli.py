@@ -93,6 +93,7 @@ def test_ctrl_c_is_130_and_other_faults_of_the_system_1(
         ("safetensors", ["export", "{source}", "-o", "{new}"]),
         ("onnx", ["export", "{source}", "-o", "{new}"]),
         ("gguf", ["export", "{gguf}", "-o", "{new}"]),
+        ("onnxscript", ["export", "{source}", "-o", "{new}"]),
     ],
 )
 def test_a_command_without_its_extra_names_it(
@@ -114,20 +115,15 @@ def test_a_command_without_its_extra_names_it(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("module", ["onnxsim", "transformers", "onnxscript"])
+@pytest.mark.parametrize("module", ["onnxsim", "transformers"])
 def test_a_module_that_is_needed_late_is_named_and_leaves_nothing(
     run: Run, text_bundle: Bundle, source: Path, tmp_path: Path, module: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    def missing(*_: Any, **__: Any) -> Any:
-        raise ModuleNotFoundError(f"No module named '{module}'", name=module)
-
+    monkeypatch.setitem(sys.modules, module, None)
     if module == "transformers":
-        monkeypatch.setattr("rollkv.export.verify.Reference", missing)
         code, out, err = run("verify", text_bundle.path, "--reference", source)
     else:
-        place = "run_passes" if module == "onnxsim" else "trace_graph"
-        monkeypatch.setattr(f"rollkv.export.pipeline.{place}", missing)
         code, out, err = run("export", source, "-o", tmp_path / "new" / "b", *LENGTHS)
     said = f"rollkv: this command needs {module}, which the extra brings: pip install 'rollkv[export]'"
     assert (code, out, err.splitlines()[-1]) == (2, "", said)
@@ -149,10 +145,10 @@ LENGTHS = ["-L", 120, "-c", 8, "-C", 160]
         (["-C", 257], "-C is 257, above the model's 256 positions; allowed: up to 256"),
         (["-L", 0], "-L is 0, must be at least 1"),
         (["-c", -8], "-c is -8, must be at least 1"),
-        (["--opset", 12], "--opset is 12, allowed: 13, 14, 15, 16, 17, 18"),
-        (["--kv-layout", "bkds"], "--kv-layout is 'bkds', allowed: bskd, bksd, bksd-kt"),
-        (["--ids", "int8"], "--ids is 'int8', allowed: int32, int64"),
-        (["--head", "none"], "--head is 'none', allowed: last, all"),
+        (["--opset", 12], "argument --opset: invalid choice: 12 (choose from"),
+        (["--kv-layout", "bkds"], "argument --kv-layout: invalid choice: 'bkds' (choose from"),
+        (["--ids", "int8"], "argument --ids: invalid choice: 'int8' (choose from"),
+        (["--head", "none"], "argument --head: invalid choice: 'none' (choose from"),
         (["--mask-value", "nan"], "--mask-value is nan, allowed: -65504 .. -1"),
         (["--mask-value=-inf"], "--mask-value is -inf, allowed: -65504 .. -1"),
     ],

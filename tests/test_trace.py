@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollkv.export.signature import ExportOptions, graph_inputs, graph_outputs
-from rollkv.export.trace import trace_graph
+from rollkv.export.trace import TraceError, check_trace, trace_graph
 from rollkv.models.config import DecoderConfig, RopeConfig
 from rollkv.models.decoder import Decoder
 
@@ -175,3 +175,29 @@ def test_a_run_as_long_as_the_cache_still_takes_its_past() -> None:
     np.testing.assert_allclose(got["logits"], wanted["logits"], rtol=0, atol=1e-5)
     read = {name for node in model.graph.node for name in node.input}
     assert {"past_key_0", "past_value_0"} <= read
+
+
+def test_what_torch_merges_renames_or_adds_is_refused() -> None:
+    import onnx_ir
+
+    def graph(inputs: list[str], outputs: list[str], constants: list[str]) -> onnx_ir.Graph:
+        made = [[onnx_ir.val(name) for name in names] for names in (inputs, outputs)]
+        values = [onnx_ir.val(name, const_value=onnx_ir.tensor([1.0], name=name)) for name in constants]
+        return onnx_ir.Graph(*made, nodes=[], initializers=values)
+
+    check_trace(graph(["cos", "sin"], ["y"], ["w"]), ["cos", "sin"], ["y"], ["w"])
+    with pytest.raises(TraceError, match=r"gave the inputs \['cos'\], asked for \['cos', 'sin'\]"):
+        check_trace(graph(["cos"], ["y"], []), ["cos", "sin"], ["y"], [])
+    with pytest.raises(TraceError, match=r"gave the outputs \['z'\], asked for \['y'\]"):
+        check_trace(graph(["x"], ["z"], []), ["x"], ["y"], [])
+    with pytest.raises(TraceError, match="put constants into the graph: lifted"):
+        check_trace(graph(["x"], ["y"], ["w", "lifted"]), ["x"], ["y"], ["w"])
+
+
+def test_a_failure_of_the_exporter_is_one_error_of_this_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(torch.onnx, "export", broken)
+    with pytest.raises(TraceError, match=r"torch .* cannot export the decoder: RuntimeError: no such operator"):
+        trace_graph(config(), options(), 1)

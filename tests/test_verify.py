@@ -55,13 +55,32 @@ def test_every_rung_holds_for_each_form(
 
 
 @pytest.mark.parametrize("mask_value", [-32768.0, -10000.0, -255.0])
-def test_the_mask_value_does_not_move_the_best_token(
-    mask_value: float, checkpoint: Callable[[str], Path], bundle: Callable[..., Bundle], tmp_path: Path
+def test_the_best_tokens_are_those_of_transformers_at_every_mask_value(
+    mask_value: float, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    usual = Session(bundle("llama"))
-    other = Session(export(checkpoint("llama"), tmp_path / "bundle", mask_value=mask_value))
-    ids = np.random.default_rng(1).integers(0, 307, 21).tolist()
-    assert np.argmax(other.prefill(ids)) == np.argmax(usual.prefill(ids))
+    session = Session(export(checkpoint("llama"), tmp_path / "bundle", mask_value=mask_value))
+    judge = reference.Reference(open_checkpoint(str(checkpoint("llama"))))
+    for n in (1, 7, 21, 40):
+        ids = np.random.default_rng(n).integers(0, 307, n).tolist()
+        wanted, tokens = judge.greedy(ids, 6)
+        got = verify.follow_session(session, ids, tokens)
+        assert [x.argmax() for x in got.logits] == [x.argmax() for x in wanted.logits]
+
+
+def test_a_trace_depends_on_what_the_shared_traces_say_and_the_ladder_holds_on_a_fresh_one(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollkv.export import pipeline, signature, trace
+
+    for module in (pipeline, verify):
+        monkeypatch.setattr(module, "trace_graph", trace.trace_graph)
+    made = export(checkpoint("mistral-window"), tmp_path / "bundle")
+    assert climb(made, checkpoint("mistral-window")).fault is None
+    config = open_checkpoint(str(checkpoint("mistral-window"))).config
+    lengths = {"chunk_size": 8, "max_kvcache_len": 48}
+    usual = signature.resolve(config, max_lm_input_len=40, **lengths)
+    other = signature.resolve(config, max_lm_input_len=3, **lengths, opset=13, mask_value=-9.0, simplify=False)
+    assert trace.trace_graph(config, usual, 8) == trace.trace_graph(config, other, 8)
 
 
 def _tensor(bundle: Bundle, name: str) -> np.ndarray:
@@ -174,6 +193,28 @@ def test_a_checkpoint_that_is_not_the_bundles_is_refused(
         verify.ReferenceMismatch, match="not the checkpoint of this bundle, which was made from 'llama'"
     ):
         climb(bundle("llama"), checkpoint("llama-bias"))
+
+
+def test_nan_in_a_layer_is_named_with_that_layer() -> None:
+    keys = [np.ones((2, 1, 2)), np.ones((2, 1, 2))]
+    wanted = reference.Trail([np.array([1.0, 2.0])], keys, keys)
+    broken = [np.ones((2, 1, 2)), np.full((2, 1, 2), np.nan)]
+    row = verify.compare("graph", 1, wanted, reference.Trail(wanted.logits, keys, broken), 1.0)
+    assert row.fault == "new keys or values of layer 1 are off by nan of their largest (bound 1e-03)"
+    report = verify.Report("b", "s", [row]).to_dict()
+    assert report["rows"][0]["kv_relative"] is None
+    json.dumps(report, allow_nan=False)
+
+
+def test_a_model_without_a_position_beyond_c_says_that_the_roll_was_skipped(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    made = export(checkpoint("llama"), tmp_path / "bundle", max_kvcache_len=256)
+    report = climb(made, checkpoint("llama"))
+    assert report.fault is None
+    assert [row.skipped for row in report.rows if row.rung == "roll"] == [
+        "C is all the positions of the model, nothing can be forgotten"
+    ]
 
 
 def test_nan_never_passes_a_bound() -> None:
