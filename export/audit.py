@@ -31,7 +31,6 @@ ALLOWED_OPS = frozenset(
         "Slice",
         "Softmax",
         "Sqrt",
-        "Sub",
         "Transpose",
         "Unsqueeze",
     ]

@@ -265,7 +265,7 @@ def feed_rows(bundle: Bundle, engine: Backend, prompts: Sequence[Sequence[int]])
 
 
 def _check_feeds(m: Manifest, graph: GraphInfo, feeds: Mapping[str, Array], past: int, pads: int) -> str | None:
-    """Each row of the run, slot by slot, from the rule in section 2 of the contract."""
+    """Each row of the run, slot by slot, from the rule in section 2 of docs/contract.md."""
     c = graph.rows
     positions = np.array([0] * pads + list(range(past, past + c - pads)))
     for value in graph.inputs:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rollkv.models.config import CheckpointError, DecoderConfig
 from rollkv.models.families import expected_shape, read_config, tensor_names, token_ids
 from rollkv.models.presets import PRESETS, cache_folder, fetch_preset, hash_file
-from rollkv.models.tensors import StoredTensor
+from rollkv.models.tensors import StoredTensor, refuse_lfs_pointer
 
 if TYPE_CHECKING:
     from rollkv.models.decoder import Decoder
@@ -206,7 +206,7 @@ class _SafeTensor:
 
     def read(self, start: int, stop: int) -> NDArray[np.float32]:
         """Rows start .. stop - 1, float32."""
-        return np.asarray(self._slice[start:stop]).astype(np.float32)
+        return np.asarray(self._slice[start:stop]).astype(np.float32, copy=False)
 
 
 def _open_safetensors(path: Path) -> dict[str, StoredTensor]:
@@ -222,13 +222,6 @@ def _open_safetensors(path: Path) -> dict[str, StoredTensor]:
         return {name: _SafeTensor(file, name, str(path)) for name in names}
     except SafetensorError as error:
         raise CheckpointError(f"{path}: damaged or cut short: {error}") from None
-
-
-def refuse_lfs_pointer(path: Path) -> None:
-    """Raise CheckpointError when the file is a Git LFS pointer in place of the weights."""
-    with path.open("rb") as file:
-        if file.read(24).startswith(b"version https://git-lfs"):
-            raise CheckpointError(f"{path}: a Git LFS pointer, not the weights; run `git lfs pull` in its folder")
 
 
 def _shards(folder: Path) -> dict[Path, set[str]]:

@@ -1,7 +1,7 @@
 """Decoder families as data: how each one's config.json reads, and what its tensors are called.
 
-The only file that knows Hugging Face's names. A family is looked up by the exact `model_type`; a setting that would
-change the numbers and is not understood is refused. Knows no file format and no torch.
+The file that knows what Hugging Face calls settings and tensors. A family is looked up by the exact `model_type`; a
+setting that would change the numbers and is not understood is refused. Knows no file format and no torch.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantiz
 from numpy.typing import NDArray
 
 from rollkv.models.config import CheckpointError
+from rollkv.models.tensors import refuse_lfs_pointer
 
 SUPPORTED_VERSIONS = (2, 3)
 MAX_ENTRIES = 1 << 16  # keys, and tensors; models have a few hundred to a few thousand
@@ -27,8 +28,6 @@ MAX_STRINGS = 1 << 22  # strings in one array; the largest vocabularies have abo
 MAX_NAME = 128  # bytes of a key or of a tensor's name
 MAX_DIMENSIONS = 4
 MAX_INTEGER = (1 << 31) - 1
-
-_LFS_POINTER = b"version https://git-lfs"
 
 _SCALARS: Mapping[int, str] = {  # value type -> struct format and NumPy dtype, without the byte order
     int(GGUFValueType.UINT8): "B",
@@ -196,8 +195,7 @@ def _map(path: Path) -> NDArray[np.uint8]:
 
 
 def _check_start(path: Path, data: NDArray[np.uint8]) -> None:
-    if bytes(data[: len(_LFS_POINTER)]) == _LFS_POINTER:
-        raise CheckpointError(f"{path}: is a Git LFS pointer, not the weights; run `git lfs pull` in its repository")
+    refuse_lfs_pointer(path)
     start = bytes(data[:4])
     if start != b"GGUF":
         raise CheckpointError(f"{path}: not a GGUF file: it starts with {start!r}, not b'GGUF'")

@@ -1,20 +1,23 @@
-"""A tensor that lies in a checkpoint file: its shape, and its values in slices.
+"""A tensor that lies in a checkpoint file: its shape, and its values in slices; and what is no such file.
 
 Knows no file format; `checkpoint.py` and `gguf_file.py` implement it.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollkv.models.config import CheckpointError
+
 
 class StoredTensor(Protocol):
     """A tensor of a checkpoint, as the Hugging Face convention shapes it: a weight is (out, in).
 
-    Nothing is read before `read` is called, and `read` holds no more memory than the slice that it returns.
+    Nothing is read before `read` is called, and `read` needs memory for about the slice that it returns.
     """
 
     @property
@@ -25,3 +28,10 @@ class StoredTensor(Protocol):
     def read(self, start: int, stop: int) -> NDArray[np.float32]:
         """Rows start .. stop - 1 along the first axis, as float32."""
         ...
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raise CheckpointError when the file is a Git LFS pointer in place of the weights."""
+    with path.open("rb") as file:
+        if file.read(24).startswith(b"version https://git-lfs"):
+            raise CheckpointError(f"{path}: a Git LFS pointer, not the weights; run `git lfs pull` in its folder")

@@ -24,6 +24,7 @@ KV_LAYOUTS = tuple(SLOT_AXES)
 INPUT_ROLES = ("ids", "attention_mask", "sliding_attention_mask", "position_ids", "past_key", "past_value")
 OUTPUT_ROLES = ("logits", "new_key", "new_value")
 MASK_MAX = 65504.0  # the largest float16
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 HASHED_AT_OPEN = 16 << 20  # bytes; larger files are hashed by Bundle.check only
 
 
@@ -177,6 +178,9 @@ def open_bundle(path: str | Path) -> Bundle:
             raise BundleError(f"{item}: {item.stat().st_size} bytes, the manifest says {info.size}; export it again")
         if info.size <= HASHED_AT_OPEN:
             _check_hash(item, info)
+    for name in TEXT_FILES:
+        if name not in manifest.files and (folder / name).exists():
+            raise BundleError(f"{folder / name}: the manifest does not list it; remove it, or export the bundle again")
     return Bundle(folder, manifest)
 
 

@@ -71,19 +71,6 @@ class Tokenizer:
         """A new incremental detokenizer. `context` holds ids before the text, whose own text is not given out."""
         return TextStream(self.decode, self._is_text, context)
 
-    def eos_ids(self) -> list[int]:
-        """The id of tokenizer_config.json's `eos_token`; nothing if it names none.
-
-        Raises `TextError` when tokenizer.json does not have that token.
-        """
-        token = self.special_tokens.get("eos_token")
-        if token is None:
-            return []
-        number = self._tokenizer.token_to_id(token)
-        if number is None:
-            raise TextError(f"{self.path / 'tokenizer_config.json'}: eos_token is {token!r}, not in tokenizer.json")
-        return [number]
-
     def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of the conversation up to where the assistant's answer starts.
 

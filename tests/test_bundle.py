@@ -185,6 +185,11 @@ def test_a_field_of_another_type_is_named_with_what_was_there(folder, path):
         (("graphs", 0, "inputs", 4, "shape"), [24], "past_key_0 has shape [24], a cache has four axes"),
         (("graphs", 0, "inputs", 0, "role"), "embeds", "input_ids has the role 'embeds', unknown to this rollkv"),
         (("layers", 0, "kv_len"), 23, "past_key_0 has 24 slots, layers[0] says kv_len 23"),
+        (("graphs", 1, "rows"), 2, "graph decode.onnx: rows is 2, decode has 1"),
+        (("graphs", 1, "outputs", 0, "role"), "new_key", "names no layer"),
+        (("graphs", 1, "inputs", 0, "shape"), [1, 2], "graph decode.onnx: ids has shape [1, 2], must be [1, 1]"),
+        (("graphs", 0, "inputs", 1, "shape"), [1, 1, 4, 23], "has the shapes [[1, 1, 4, 23]], the layers need"),
+        (("graphs", 0, "inputs", 0, "name"), "position_ids", "graph prefill.onnx: a name occurs twice"),
         (("layers", 0, "window"), 0, "layers[0]: window is 0, must be positive or null"),
         (("weights", "file"), "../weights.bin", "file name '../weights.bin' is not a bare name"),
         (("weights", "file"), "other.bin", "file 'other.bin' is not listed in files"),
@@ -427,3 +432,16 @@ def test_a_manifest_however_deep_is_refused(folder, depth):
     text = json.dumps({**load(folder), "chunk_size": "HERE"}).replace('"HERE"', "[" * depth + "]" * depth)
     (folder / "manifest.json").write_text(text, "utf-8")
     refusal(folder)
+
+
+def test_layers_with_different_windows_are_refused(folder):
+    raw = load(folder)
+    for i, layer in enumerate(raw["layers"]):
+        layer["window"] = 3 + i
+    save(folder, raw)
+    assert "layers have the windows [3, 4]; one is supported" in refusal(folder)
+
+
+def test_a_text_file_that_the_manifest_does_not_list_is_not_used(folder):
+    (folder / "chat_template.jinja").write_text("{{ 1 }}")
+    assert "chat_template.jinja: the manifest does not list it; remove it" in refusal(folder)

@@ -361,3 +361,20 @@ def test_the_toy_models_are_of_every_family() -> None:
     from rollkv.models.families import FAMILIES
 
     assert {family for family, _ in SHAPES.values()} == set(FAMILIES)
+
+
+def test_a_closed_stderr_sends_nothing_to_stdout(text_bundle: Bundle, source: Path, tmp_path: Path) -> None:
+    def shell(arguments: str) -> subprocess.CompletedProcess[str]:
+        line = f"exec {sys.executable} -m rollkv.export.cli {arguments} 2>&-"
+        return subprocess.run(["sh", "-c", line], stdout=subprocess.PIPE, text=True, check=False, timeout=120)
+
+    done = shell("info /nowhere")
+    assert (done.returncode, done.stdout) == (2, "")
+    done = shell(f"verify '{text_bundle.path}' --reference /nowhere")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_flag_is_not_taken_by_its_beginning(run: Run, text_bundle: Bundle) -> None:
+    code, out, err = run("run", text_bundle.path, "--prompt", "x", "--max-new", 3)
+    assert (code, out) == (2, "")
+    assert "unrecognized arguments: --max-new" in err

@@ -311,7 +311,7 @@ def test_a_type_that_cannot_be_dequantised_is_refused(tiny):
     ("content", "message"),
     [
         (b"", "the file is empty"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "is a Git LFS pointer, .* run `git lfs pull`"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "a Git LFS pointer, .* run `git lfs pull`"),
         (b"PK\x03\x04" + bytes(40), r"not a GGUF file: it starts with b'PK\\x03\\x04', not b'GGUF'"),
         (b"GGUF\x03\x00\x00\x00", "the file ends inside its header, after 8 bytes"),
         (b"GGUF\x00\x00\x00\x03" + bytes(40), "a big-endian GGUF file; only little-endian files are read"),

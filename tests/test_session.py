@@ -380,3 +380,27 @@ def test_reset_clears_a_cache_that_holds_nan():
     session.reset()
     ids = some_ids(9, seed=4)
     close(session.prefill(ids), whole_pass(ids)[-1])
+
+
+def test_an_interrupt_between_two_rolls_forgets_everything_rather_than_half(monkeypatch):
+    session, _ = toy(c=4, L=12)
+    session.prefill(range(5))
+    second = list(session._caches.values())[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(second, "roll", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.decode(5)
+    assert session.tokens == []
+    close(session.prefill(range(6)), whole_pass(range(6))[-1])
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("ids", ["123", [1.9], [1, None], [[1]]])
+def test_ids_that_are_no_whole_numbers_are_refused(ids):
+    session, _ = toy(c=4, L=12)
+    with pytest.raises(PromptError, match="token ids must be whole numbers, got"):
+        session.prefill(ids)
+    assert session.prefill(np.array([1, 2], np.int32)).shape == session.prefill([3]).shape

@@ -42,18 +42,6 @@ def test_padding_and_truncation_left_in_the_tokenizer_file_have_no_effect(tmp_pa
     assert Tokenizer(write(tmp_path, source)).encode(text) == byte_level().encode(text).ids
 
 
-def test_the_end_token_comes_from_the_tokenizer_config(tokenizer: Tokenizer, bundle: Path) -> None:
-    assert tokenizer.eos_ids() == [SPECIAL.index("<|im_end|>")]
-    (bundle / "tokenizer_config.json").unlink()
-    assert Tokenizer(bundle).eos_ids() == []
-
-
-def test_an_end_token_that_the_tokenizer_does_not_have_is_refused(bundle: Path) -> None:
-    (bundle / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    with pytest.raises(TextError, match=r"tokenizer_config\.json: eos_token is '<end>', not in tokenizer\.json"):
-        Tokenizer(bundle).eos_ids()
-
-
 def test_a_bundle_without_a_tokenizer_says_that_ids_can_be_used(tmp_path: Path) -> None:
     with pytest.raises(TextError, match=r"has no tokenizer\.json, .*token ids can be given instead") as caught:
         Tokenizer(tmp_path)
