@@ -98,8 +98,7 @@ def run_commands(parser: argparse.ArgumentParser, arguments: Sequence[str] | Non
         exec("")
         return 130
     except BrokenPipeError:
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
@@ -109,6 +108,7 @@ def run_commands(parser: argparse.ArgumentParser, arguments: Sequence[str] | Non
             return UNEXPECTED
         return _fail(f"this command needs {module}, which the extra brings: pip install 'rollkv[{extra}]'", 2)
     except OSError as error:
+        _discard_output()
         return _fail(_describe(error), 1)
     except Exception as error:
         code = getattr(error, "exit_code", UNEXPECTED)
@@ -116,6 +116,12 @@ def run_commands(parser: argparse.ArgumentParser, arguments: Sequence[str] | Non
             traceback.print_exc()
             return UNEXPECTED
         return _fail(str(error), code)
+
+
+def _discard_output() -> None:
+    """Let what stdout still holds go nowhere: Python would try to write it once more at the end, and fail again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_command(options: argparse.Namespace) -> int:

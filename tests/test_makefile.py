@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+GIVEN = ("MODEL", "OUT", "BUNDLE", "PROMPT", "REFERENCE", "L", "CHUNK", "C")  # `make test` exports them
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -30,7 +31,7 @@ def make(tmp_path: Path):
     def call(target: str, **variables: str) -> list[list[str]]:
         words = [f"{name}={value}" for name, value in variables.items()]
         settings = [f"VENV={tmp_path}", f"ROLLKV={command}"]
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS")) and k not in GIVEN}
         subprocess.run(
             ["make", "-s", "-C", ROOT, target, *settings, *words], check=True, env=clean, capture_output=True
         )
