@@ -200,7 +200,9 @@ def _print_report(report: Any) -> None:
             ties = f" +{row.near_ties} tie" if row.near_ties else ""
             numbers = [f"{row.max_abs:.2e}", f"{row.relative:.1e}", f"{row.bound:.0e}", f"{row.top1}/{row.steps}{ties}"]
             numbers.append(f"{row.kv_relative:.1e}" if row.kv_relative else "")
-        table.add_row(row.rung, str(row.n), *numbers, "skipped" if row.skipped else "ok" if row.holds else "BROKEN")
+        table.add_row(
+            row.rung, str(row.n or ""), *numbers, "skipped" if row.skipped else "ok" if row.holds else "BROKEN"
+        )
     Console(width=None if sys.stdout.isatty() else 100).print(table)
 
 

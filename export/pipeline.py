@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -43,55 +44,54 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
         cos, sin = rope_tables(config.rope, config.max_position)
         tables = {"rope.cos": cos.numpy(), "rope.sin": sin.numpy()}
         placed = place_weights(checkpoint.weights, tables)
-        graphs: list[GraphInfo] = []
-        for role, rows in (("prefill", options.chunk_size), ("decode", 1)):
-            info = graph_info(checkpoint, options, role, rows)
-            report(f"trace {role}", len(graphs), 2)
-            traced = trace_graph(config, options, rows)
+        manifest = describe(checkpoint, options)
+        for done, info in enumerate(manifest.graphs):
+            report(f"trace {info.role}", done, 2)
+            traced = trace_graph(config, options, info.rows)
             model = run_passes(traced, passes_for(options.opset, options.simplify))
             model.ir_version = info.ir_version
             write_file(folder / info.file, serialize(bind_weights(model, placed, WEIGHTS_FILE)))
             findings = audit_graph(onnx.load(folder / info.file, load_external_data=False), info)
             if findings:
                 raise AuditError(info.file, findings)
-            graphs.append(info)
         report("trace", 2, 2)
 
         total = sum(place.length for place in placed.values())
-        done = 0
+        written = 0
 
         def weights_done(count: int) -> None:
-            nonlocal done
-            done += count
-            report("weights", done, total)
+            nonlocal written
+            written += count
+            report("weights", written, total)
 
         write_weights(folder / WEIGHTS_FILE, checkpoint.weights, tables, placed, weights_done)
         for name, data in checkpoint.text.items():
             write_file(folder / name, data)
         report("hashes", 0, 1)
-        manifest = replace(_manifest(checkpoint, options, graphs, total), files=file_infos(folder))
+        manifest = replace(manifest, files=file_infos(folder))
         write_manifest(folder, manifest)
         report("hashes", 1, 1)
     return manifest
 
 
-def graph_info(checkpoint: Checkpoint, options: ExportOptions, role: str, rows: int) -> GraphInfo:
-    """What the manifest says of one graph."""
-    return GraphInfo(
-        file=f"{role}.onnx",
-        role=role,
-        rows=rows,
-        kv_len=options.max_kvcache_len,
-        head=options.head,
-        opset=options.opset,
-        ir_version=IR_VERSION,
-        inputs=graph_inputs(checkpoint.config, options, rows),
-        outputs=graph_outputs(checkpoint.config, options, rows),
-    )
-
-
-def _manifest(checkpoint: Checkpoint, options: ExportOptions, graphs: list[GraphInfo], unique_bytes: int) -> Manifest:
+def describe(checkpoint: Checkpoint, options: ExportOptions) -> Manifest:
+    """The manifest of an export, but for `files`."""
     config = checkpoint.config
+    graphs = [
+        GraphInfo(
+            file=f"{role}.onnx",
+            role=role,
+            rows=rows,
+            kv_len=options.max_kvcache_len,
+            head=options.head,
+            opset=options.opset,
+            ir_version=IR_VERSION,
+            inputs=graph_inputs(config, options, rows),
+            outputs=graph_outputs(config, options, rows),
+        )
+        for role, rows in (("prefill", options.chunk_size), ("decode", 1))
+    ]
+    tables = 4 * config.max_position * config.rope.rotary_dim  # bytes of cos and sin, half as wide as they are rotated
     return Manifest(
         format=FORMAT,
         rollkv=importlib.metadata.version("rollkv"),
@@ -118,5 +118,7 @@ def _manifest(checkpoint: Checkpoint, options: ExportOptions, graphs: list[Graph
         },
         graphs=graphs,
         kv_pairs=kv_pairs(config),
-        weights=WeightsInfo(file=WEIGHTS_FILE, unique_bytes=unique_bytes),
+        weights=WeightsInfo(
+            file=WEIGHTS_FILE, unique_bytes=tables + sum(4 * math.prod(w.shape) for w in checkpoint.weights)
+        ),
     )

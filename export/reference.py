@@ -64,6 +64,8 @@ class Reference:
     @torch.no_grad()
     def greedy(self, ids: Sequence[int], steps: int) -> tuple[Trail, list[int]]:
         """One unchunked pass over ids, then `steps` greedy tokens one by one; also those tokens."""
+        if 1 in self._windows:
+            return self._greedy_uncached(ids, steps)
         out = self._model(torch.tensor([list(ids)]), use_cache=True, logits_to_keep=1)
         trail, tokens = Trail([out.logits[0, -1].numpy()]), []
         for _ in range(steps):
@@ -76,6 +78,15 @@ class Reference:
             trail.keys.append(layer.keys[0].permute(1, 0, 2).numpy())
             trail.values.append(layer.values[0].permute(1, 0, 2).numpy())
         return trail, tokens
+
+    def _greedy_uncached(self, ids: Sequence[int], steps: int) -> tuple[Trail, list[int]]:
+        """A full pass for each token: with a window of 1 transformers' cache, W - 1 tokens long, keeps all of them."""
+        trail, tokens = Trail(), []  # type: tuple[Trail, list[int]]
+        for _ in range(steps + 1):
+            out = self._model(torch.tensor([[*ids, *tokens]]), use_cache=False, logits_to_keep=1)
+            trail.logits.append(out.logits[0, -1].numpy())
+            tokens.append(int(trail.logits[-1].argmax()))
+        return trail, tokens[:-1]
 
     @torch.no_grad()
     def masked(self, ids: Sequence[int], visible: NDArray[np.bool_], keep: int) -> list[Array]:

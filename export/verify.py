@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from rollkv.export.artefact import graph_fault, manifest_fault, options_of, stored_weights, weight_fault
 from rollkv.export.prompts import SEED, proof_ids, proof_prompts
 from rollkv.export.reference import (
     LiteralHost,
@@ -27,9 +28,7 @@ from rollkv.export.reference import (
     oracle_visible,
     tokens_first,
 )
-from rollkv.export.signature import ExportOptions
 from rollkv.export.trace import trace_graph
-from rollkv.export.write import Placed, map_tensor
 from rollkv.models.checkpoint import Checkpoint
 from rollkv.runtime.align import plan_runs
 from rollkv.runtime.backend import Array, Backend, OrtBackend, available_threads
@@ -53,7 +52,7 @@ class Row:
     """One comparison: a prompt of n tokens on one rung."""
 
     rung: str
-    n: int
+    n: int = 0  # 0: no prompt is run
     max_abs: float = 0.0  # of the logits' difference
     relative: float = 0.0  # the worst step's difference over its max |logit|
     bound: float = 0.0  # on `relative`
@@ -82,7 +81,10 @@ class Report:
     @property
     def fault(self) -> str | None:
         """The first row that breaks a bound, in words."""
-        return next((f"rung {row.rung}, prompt of {row.n}: {row.fault}" for row in self.rows if row.fault), None)
+        row = next((row for row in self.rows if row.fault), None)
+        if row is None:
+            return None
+        return f"rung {row.rung}, " + (f"prompt of {row.n}: " if row.n else "") + str(row.fault)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, where a number that is not finite is null."""
@@ -106,14 +108,18 @@ def verify_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: Callable[[st
     that the bundle was made from.
     """
     m = bundle.manifest
-    progress("hashes of every file")
-    bundle.check()
     if checkpoint.sha256() != m.source.sha256:
         raise ReferenceMismatch(
             f"{checkpoint.path}: not the checkpoint of this bundle, which was made from {m.source.id!r} (sha256 "
             f"{m.source.sha256[:12]}...); pass that one with --reference"
         )
     report = Report(str(bundle.path), m.source.id)
+    progress("manifest, graph files, weights, hashes")
+    bundle.check()
+    faults = (manifest_fault(bundle, checkpoint), graph_fault(bundle), weight_fault(bundle, checkpoint))
+    report.rows.append(Row(rung="files", fault=next((fault for fault in faults if fault), None)))
+    if report.fault:
+        return report  # what runs would not be what the manifest says
     progress("transformers, the reference")
     reference = Reference(checkpoint)
     prompts = proof_prompts(bundle)
@@ -154,7 +160,7 @@ def compare(rung: str, n: int, wanted: Trail, got: Trail, bound: float) -> Row:
         elif a.max() - a[b.argmax()] < bound * largest:
             near += 1
     kv, first = 0.0, None
-    for layer in range(len(got.keys)):
+    for layer in range(len(wanted.keys)):
         pairs = ((wanted.keys, got.keys), (wanted.values, got.values))
         error = _worst(*(_relative(a[layer], b[layer]) for a, b in pairs))
         kv = _worst(kv, error)
@@ -317,28 +323,9 @@ def _check_hidden(
 
 def _traced_backend(bundle: Bundle, checkpoint: Checkpoint) -> WeightlessBackend:
     """The graphs before the passes, traced again, with the bundle's own weights."""
-    import onnx
-
-    m = bundle.manifest
-    first = m.graphs[0]
-    options = ExportOptions(
-        max_lm_input_len=m.max_lm_input_len,
-        chunk_size=m.chunk_size,
-        max_kvcache_len=m.max_kvcache_len,
-        kv_layout=m.kv_layout,
-        ids=first.inputs[0].dtype,
-        head=first.head,
-        mask_value=m.mask_value,
-        opset=first.opset,
-    )
-    graphs, weights = {}, {}
-    for graph in m.graphs:
-        traced = trace_graph(checkpoint.config, options, graph.rows)
+    graphs = {}
+    for graph in bundle.manifest.graphs:
+        traced = trace_graph(checkpoint.config, options_of(bundle.manifest), graph.rows)
         traced.ir_version = graph.ir_version
         graphs[graph.file] = traced
-        for tensor in onnx.load(bundle.path / graph.file, load_external_data=False).graph.initializer:
-            if tensor.data_location == onnx.TensorProto.EXTERNAL:
-                where = {entry.key: entry.value for entry in tensor.external_data}
-                place = Placed(int(where["offset"]), int(where["length"]), tuple(tensor.dims))
-                weights[tensor.name] = map_tensor(bundle.path / where["location"], place)
-    return WeightlessBackend(graphs, weights, available_threads())
+    return WeightlessBackend(graphs, stored_weights(bundle), available_threads())

@@ -115,7 +115,7 @@ def write_weights(
     for weight in weights:
         target = map_tensor(path, placed[weight.name], "r+")
         weight.copy_to(target)
-        _check_range(weight.name, target)
+        _check_range(weight.origin, target)
         progress(placed[weight.name].length)
     for name, table in tables.items():
         target = map_tensor(path, placed[name], "r+")
@@ -172,16 +172,14 @@ def serialize(model: onnx.ModelProto) -> bytes:
     return data
 
 
-def _check_range(name: str, values: NDArray[np.float32]) -> None:
+def _check_range(origin: str, values: NDArray[np.float32]) -> None:
     rows = values.reshape(-1)
     step = 4 << 20
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
         largest = max(float(part.max()), -float(part.min()))  # NaN when one value is
         if not largest <= FLOAT16_MAX:
-            raise CheckpointError(
-                f"tensor {name} reaches {largest:.6g}; allowed: up to {FLOAT16_MAX:.0f}, as in float16"
-            )
+            raise CheckpointError(f"{origin} reaches {largest:.6g}; allowed: up to {FLOAT16_MAX:.0f}, as in float16")
 
 
 def _is_bundle(folder: Path) -> bool:

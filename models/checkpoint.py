@@ -39,22 +39,26 @@ class Weight:
     name: str  # in decoder.Decoder
     stored: StoredTensor
     transposed: bool
+    origin: str = ""  # file or folder, and the name there, for messages
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape in the decoder."""
         return self.stored.shape[::-1] if self.transposed else self.stored.shape
 
-    def copy_to(self, target: NDArray[np.float32]) -> None:
-        """Fill target, of this shape, block by block."""
+    def blocks(self) -> Iterator[tuple[tuple[slice, ...], NDArray[np.float32]]]:
+        """The values, a block at a time, each with the place in an array of `shape` where it belongs."""
         count = self.stored.shape[0]
         step = max(1, BLOCK_BYTES // (4 * max(1, int(np.prod(self.stored.shape[1:], dtype=np.int64)))))
         for start in range(0, count, step):
             block = self.stored.read(start, min(start + step, count))
-            if self.transposed:
-                target[:, start : start + len(block)] = block.T
-            else:
-                target[start : start + len(block)] = block
+            rows = slice(start, start + len(block))
+            yield ((slice(None), rows), block.T) if self.transposed else ((rows,), block)
+
+    def copy_to(self, target: NDArray[np.float32]) -> None:
+        """Fill target, of this shape, block by block."""
+        for place, block in self.blocks():
+            target[place] = block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,7 @@ def open_checkpoint(model: str, report: Callable[[str], None] = lambda line: Non
         if path.is_file():
             return _open_gguf(path)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.endswith(".gguf") and not model.startswith("."):
-        return replace(_open_folder(_hub_folder(model, report)), kind="hub", id=model)
+        return replace(_open_folder(_hub_folder(model)), kind="hub", id=model)
     raise CheckpointError(
         f"no such model: {model!r}; give a preset ({', '.join(PRESETS)}), a Hugging Face folder, a .gguf file "
         "or a hub id"
@@ -131,6 +135,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         found.update(held)
     text = {name: (folder / name).read_bytes() for name in TEXT_FILES if (folder / name).is_file()}
     config = replace(config, eos_token_ids=_all_eos(config, text, folder))
+    _check_tokenizer(text, folder)
     return Checkpoint(
         kind="folder",
         id=folder.resolve().name,
@@ -170,7 +175,7 @@ def _weights(config: DecoderConfig, found: Mapping[str, StoredTensor], column: s
         shape = expected_shape(names.decoder, config)
         if stored.shape != shape:
             raise CheckpointError(f"{where}: tensor {name} has shape {stored.shape}, the config asks for {shape}")
-        weights.append(Weight(names.decoder, stored, names.transposed))
+        weights.append(Weight(names.decoder, stored, names.transposed, f"{where}: tensor {name}"))
     head = left.pop("lm_head.weight", None) if config.tied_head else None
     if head is not None and not _equal(head, weights[0].stored):
         raise CheckpointError(
@@ -242,6 +247,16 @@ def _shards(folder: Path) -> dict[Path, set[str]]:
     raise CheckpointError(f"{folder}: neither model.safetensors nor model.safetensors.index.json{hint}")
 
 
+def _check_tokenizer(text: Mapping[str, bytes], folder: Path) -> None:
+    if "tokenizer.json" in text:
+        from tokenizers import Tokenizer
+
+        try:
+            Tokenizer.from_buffer(text["tokenizer.json"])
+        except Exception as error:  # tokenizers raises no narrower class
+            raise CheckpointError(f"{folder / 'tokenizer.json'}: not a tokenizer that can be read: {error}") from None
+
+
 def _all_eos(config: DecoderConfig, text: Mapping[str, bytes], folder: Path) -> tuple[int, ...]:
     """EOS ids of config, generation_config and tokenizer_config together."""
     ids = list(config.eos_token_ids)
@@ -278,10 +293,9 @@ def _token_table(tokenizer: Mapping[str, Any], where: Path) -> dict[str, Any]:
     return table | {t["content"]: t["id"] for t in added}
 
 
-def _hub_folder(model: str, report: Callable[[str], None]) -> Path:
+def _hub_folder(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    report(f"looking up {model} on the Hugging Face hub")
     try:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as error:  # the library raises many kinds: no network, no such model, no right to it

@@ -13,6 +13,8 @@ from typing import Any
 
 from rollkv.models.config import CheckpointError, DecoderConfig, RopeConfig
 
+# No model is near them: a damaged number is refused before memory is asked for. Beyond 2^24 float32 skips positions.
+LARGEST = {"num_hidden_layers": 10_000, "max_position_embeddings": 2**24}
 REQUIRED = object()  # in Family.settings: the key must be there
 _FIXED = {"is_causal": True}  # transformers reads it from any config: false lets a row see later tokens
 
@@ -162,6 +164,8 @@ def read_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
                 "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
         if got[key] is not None and (not isinstance(got[key], int) or isinstance(got[key], bool) or got[key] < 1):
             raise CheckpointError(f"{where}: {key} is {got[key]!r}, must be a positive integer")
+        if got[key] is not None and got[key] > LARGEST.get(key, 2**31):
+            raise CheckpointError(f"{where}: {key} is {got[key]}, allowed: up to {LARGEST.get(key, 2**31)}")
     if got["hidden_act"] != "silu":
         raise CheckpointError(f"{where}: hidden_act {got['hidden_act']!r} is not supported; allowed: 'silu'")
     for key, default in family.settings.items():

@@ -282,7 +282,7 @@ def _add_generation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads",
         metavar="N",
-        type=_number(int, 1),
+        type=_number(int, 1, 256),
         help="threads of ONNX Runtime (default: the cores of this process)",
     )
     parser.add_argument(
@@ -292,11 +292,13 @@ def _add_generation(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _number(kind: Callable[[str], int], least: int) -> Callable[[str], int]:
+def _number(kind: Callable[[str], int], least: int, most: int | None = None) -> Callable[[str], int]:
     def read(text: str) -> int:
         value = kind(text)
         if value < least:
             raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        if most is not None and value > most:
+            raise argparse.ArgumentTypeError(f"{text} is more than {most}")
         return value
 
     read.__name__ = "whole number"

@@ -380,3 +380,8 @@ def test_head_counts_and_sizes_must_divide() -> None:
     refused("head_dim 7 is odd", head_dim=7)
     assert read(num_key_value_heads=None).num_kv_heads == 6  # as many as query heads
     assert read(hidden_size=38, head_dim=8).head_dim == 8  # heads x head_dim need not be the hidden size
+
+
+@pytest.mark.parametrize(("key", "most"), [("num_hidden_layers", 10_000), ("max_position_embeddings", 2**24)])
+def test_a_number_that_no_model_has_is_refused_before_memory_is_asked_for(key: str, most: int) -> None:
+    refused(rf"{key} is {10**15}, allowed: up to {most}", **{key: 10**15})

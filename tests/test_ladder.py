@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SHAPES, export
+from conftest import SHAPES, export, make_checkpoint
 
 from rollkv.export import reference, verify
 from rollkv.models.checkpoint import open_checkpoint
@@ -26,6 +26,7 @@ def test_every_rung_holds_for_each_family(
 ) -> None:
     report = climb(bundle(name), checkpoint(name))
     assert report.fault is None
+    assert report.rows[0].rung == "files"
     assert [row.rung for row in report.rows if row.n == 40] == ["torch", "traced", "graph", "runtime", "feeds"]
     assert {row.n % 8 for row in report.rows if row.rung == "runtime"} == {0, 1, 7}
     assert any(row.rung == "roll" and row.n > 48 for row in report.rows)
@@ -41,8 +42,9 @@ def test_every_rung_holds_for_each_family(
         {"chunk_size": 1},
         {"chunk_size": 48},
         {"max_lm_input_len": 48, "allow_no_room": True, "chunk_size": 5},
+        {"max_lm_input_len": 1, "allow_no_room": True, "chunk_size": 1, "max_kvcache_len": 1},
     ],
-    ids=["bksd-int64", "bksd-kt-all", "opset13-plain", "c=1", "c=C", "C=L"],
+    ids=["bksd-int64", "bksd-kt-all", "opset13-plain", "c=1", "c=C", "C=L", "C=1"],
 )
 def test_every_rung_holds_for_each_form(
     settings: dict[str, Any], checkpoint: Callable[[str], Path], tmp_path: Path
@@ -78,3 +80,11 @@ def test_a_trace_depends_on_what_the_shared_traces_say_and_the_ladder_holds_on_a
     usual = signature.resolve(config, max_lm_input_len=40, **lengths)
     other = signature.resolve(config, max_lm_input_len=3, **lengths, opset=13, mask_value=-9.0, simplify=False)
     assert trace.trace_graph(config, usual, 8) == trace.trace_graph(config, other, 8)
+
+
+@pytest.mark.parametrize("lengths", [(8, 8, 12), (5, 1, 9)])
+def test_a_window_of_one_token_holds(lengths: tuple[int, int, int], tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", "mistral-window", sliding_window=1)
+    names = ("max_lm_input_len", "chunk_size", "max_kvcache_len")
+    made = export(source, tmp_path / "bundle", **dict(zip(names, lengths, strict=True)))
+    assert climb(made, source).fault is None

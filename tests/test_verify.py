@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,23 +45,74 @@ def _resign(bundle: Bundle) -> Bundle:
     return open_bundle(bundle.path)
 
 
-def test_a_wrong_weight_is_found_on_the_first_rung_that_reads_the_bundle_and_in_its_layer(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_wrong_weight_is_found_before_anything_runs(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     made = export(checkpoint("llama"), tmp_path / "bundle")
+    _tensor(made, "layers.1.attention.k.weight")[3, 2] *= 1.5
+    report = climb(_resign(made), checkpoint("llama"))
+    assert report.fault == "rung files, weights: layers.1.attention.k.weight differs from the checkpoint"
+    assert [row.rung for row in report.rows] == ["files"]
+
+
+def test_a_position_beyond_every_prompt_is_proved_too(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    made = export(checkpoint("llama"), tmp_path / "bundle")
+    _tensor(made, "rope.sin")[255, 0] += 1e-3
+    report = climb(_resign(made), checkpoint("llama"))
+    assert report.fault == "rung files, weights: rope.sin is missing, or not the table of the model's positions"
+
+
+def test_a_wrong_weight_shows_in_its_layer_and_a_wrong_head_in_no_layer(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "weight_fault", lambda *_: None)
+    made = export(checkpoint("llama"), tmp_path / "layer")
     _tensor(made, "layers.1.attention.k.weight")[3] *= 1.5
     report = climb(_resign(made), checkpoint("llama"))
     assert report.fault is not None
     assert report.fault.startswith("rung traced, prompt of 1: new keys or values of layer 1 are off")
     assert all(row.holds for row in report.rows if row.rung == "torch")
-
-
-def test_a_wrong_head_shows_in_the_logits_and_not_in_a_layer(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    made = export(checkpoint("llama"), tmp_path / "bundle")
+    made = export(checkpoint("llama"), tmp_path / "head")
     _tensor(made, "head.weight")[:, 7] += 0.5
     report = climb(_resign(made), checkpoint("llama"))
     assert report.fault is not None
     assert "rung traced, prompt of 1: logits are off by" in report.fault
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (("rope", "full", "inv_freq", 1), 0.5, "rope.full.inv_freq[1] is 0.5, must be 0.0464158"),
+        (("layers", 0, "head_dim"), 7, "layers[0].head_dim is 7, must be 6"),
+        (("vocab_size",), 306, "vocab_size is 306, must be 307"),
+        (("eos_token_ids",), [], "eos_token_ids is [], must be [2]"),
+        (("max_position",), 300, "max_position is 300, must be 256"),
+        (("graphs", 0, "opset"), 13, "graphs[1].opset is 17, must be 13"),
+        (("weights", "unique_bytes"), 5, "weights.unique_bytes is 5, must be"),
+        (("chunk_size",), 4, "graphs[0].rows is 8, must be 4"),
+    ],
+)
+def test_a_false_manifest_is_found_by_its_field(
+    path: tuple[str | int, ...], value: Any, says: str, checkpoint: Callable[[str], Path],
+    bundle: Callable[..., Bundle], tmp_path: Path,
+) -> None:  # fmt: skip
+    folder = Path(shutil.copytree(bundle("llama").path, tmp_path / "copy"))
+    raw = json.loads((folder / "manifest.json").read_text())
+    place = raw
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    (folder / "manifest.json").write_text(json.dumps(raw))
+    report = climb(open_bundle(folder), checkpoint("llama"))
+    assert report.fault is not None
+    assert report.fault.startswith(f"rung files, manifest: {says}"), report.fault
+
+
+def test_an_extra_node_is_found_by_the_audit_of_the_file(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    made = export(checkpoint("llama"), tmp_path / "bundle")
+    model = onnx.load(made.path / "decode.onnx", load_external_data=False)
+    model.graph.node.append(onnx.helper.make_node("Shape", ["logits"], ["unread"]))
+    (made.path / "decode.onnx").write_bytes(model.SerializeToString())
+    report = climb(_resign(made), checkpoint("llama"))
+    assert report.fault == "rung files, decode.onnx: op Shape is not allowed"
 
 
 def test_a_graph_that_a_pass_would_have_spoilt_is_found_after_the_traced_rung(
