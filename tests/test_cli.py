@@ -262,7 +262,7 @@ def test_verify_proves_a_bundle_and_reports_as_table_and_json(
     assert report["ok"] is True
     assert report["fault"] is None
     rungs = {row["rung"] for row in report["rows"]}
-    assert rungs == {"torch", "traced", "graph", "runtime", "roll", "feeds"}
+    assert rungs == {"files", "torch", "traced", "graph", "runtime", "roll", "feeds"}
     assert {1, 7, 8, 9, 120} <= {row["n"] for row in report["rows"]}
     assert all(rung in out for rung in rungs)
 
@@ -281,13 +281,11 @@ def test_verify_names_the_rung_and_the_place_of_changed_weights(run: Run, copy: 
     assert code == 1
     report = json.loads(out)
     assert report["ok"] is False
-    first = next(row for row in report["rows"] if row["fault"])
-    assert (first["rung"], first["first_layer"]) == ("traced", 1)
-    assert all(row["fault"] is None for row in report["rows"] if row["rung"] == "torch")
-    last = err.splitlines()[-1]
-    assert last.startswith(
-        "rollkv: verification failed: rung traced, prompt of 1: new keys or values of layer 1 are off"
-    )
+    assert [row["rung"] for row in report["rows"]] == ["files"]
+    fault = report["fault"]
+    assert fault.startswith("rung files, weights: layers.1.")
+    assert fault.endswith(" differs from the checkpoint")
+    assert err.splitlines()[-1] == f"rollkv: verification failed: {fault}"
 
 
 # As a process

@@ -324,7 +324,8 @@ def test_a_weight_that_is_not_finite_or_too_large_is_named(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines()[-1] == (
-        f"rollkv: tensor layers.1.mlp.down.weight reaches {said}; allowed: up to 65504, as in float16"
+        f"rollkv: {folder}: tensor model.layers.1.mlp.down_proj.weight reaches {said}; "
+        "allowed: up to 65504, as in float16"
     )
     assert [item.name for item in tmp_path.iterdir()] == ["model"]
 
