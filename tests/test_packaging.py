@@ -18,7 +18,7 @@ TOPS = ("export", "models", "runtime")
 
 def documented() -> dict[str, set[str]]:
     """Command -> flags and placeholders of the README's command block."""
-    block = next(b for b in (ROOT / "README.md").read_text(encoding="utf-8").split("```") if "\nrollkv export" in b)
+    block = next(b for b in (ROOT / "README.md").read_text(encoding="utf-8").split("```") if "\nrollkv export MODEL" in b)
     words: dict[str, set[str]] = {}
     for line in block.strip().splitlines():
         if line.startswith("rollkv "):
