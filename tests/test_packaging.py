@@ -18,7 +18,8 @@ TOPS = ("export", "models", "runtime")
 
 def documented() -> dict[str, set[str]]:
     """Command -> flags and placeholders of the README's command block."""
-    block = next(b for b in (ROOT / "README.md").read_text(encoding="utf-8").split("```") if "\nrollkv export MODEL" in b)
+    blocks = (ROOT / "README.md").read_text(encoding="utf-8").split("```")
+    block = next(block for block in blocks if "\nrollkv export MODEL" in block)
     words: dict[str, set[str]] = {}
     for line in block.strip().splitlines():
         if line.startswith("rollkv "):
