@@ -7,6 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
+ORDERS = ("pre", "parallel", "parallel-two", "sandwich", "post")  # see blocks.py
+NORMS = ("rms", "layer", "layer-bias")
+QK_NORMS = ("rms-head", "rms-head-late", "rms-width", "layer-head", "layer-heads")  # see layers.Attention
+ACTIVATIONS = ("silu", "gelu", "gelu-tanh", "relu", "relu2")
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or that asks for something this project does not compute."""
@@ -16,18 +22,50 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding of one rope type.
+    """Rotary position embedding of one rope type; which fields a type has is said in `rope.py`."""
 
-    `factor` and the three fields after it belong to `type == "linear"` and `type == "llama3"` and are None elsewhere.
-    """
-
-    type: str  # "default", "linear" or "llama3"
+    name: str = "full"  # by which layers ask for it: "full", or "sliding" for the layers with a window
+    type: str  # one of ROPE_TYPES
     theta: float  # base of the geometric series of frequencies
-    rotary_dim: int  # how many of a head's dimensions rotate
+    rotary_dim: int  # R: how many of a head's dimensions rotate, from the first on
+    interleaved: bool = False  # the checkpoint rotates pairs (2i, 2i + 1), not (i, i + R / 2)
+    sections: tuple[int, int, int] | None = None  # pairs that turn by the first, second, third position; sum R / 2
+    attention_scaling: float = 1.0  # of cos and sin
+    query_scale: tuple[float, int] | None = None  # (beta, length): queries grow by 1 + beta ln(1 + floor(p / length))
     factor: float | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_position: int | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+    rotated_pairs: int | None = None  # of type "proportional": pairs after these stay as they are
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """One decoder layer. Layers that compare equal have the same operations on the same shapes."""
+
+    kv_heads: int  # K
+    head_dim: int  # D; num_heads * head_dim need not be H
+    intermediate_size: int  # width of the MLP
+    window: int | None = None  # how many tokens a query sees, itself included; None: all
+    rope: str | None = "full"  # name of its rotary embedding; None: queries and keys do not turn
+    experts: bool = False  # a mixture of experts instead of the MLP
+    kv_from: int | None = None  # the layer whose keys and values it reads; None: it has its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Mixture of experts: of `count` MLPs of width `width` the `top_k` with the largest softmax weight add up."""
+
+    count: int
+    top_k: int
+    width: int
+    normalise: bool  # the weights of the chosen ones are divided by their sum
+    shared_width: int = 0  # of the MLP that every token takes, times a sigmoid gate of its own; 0: none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,24 +78,36 @@ class DecoderConfig:
     family: str  # model_type of config.json
     vocab_size: int  # V
     hidden_size: int  # H
-    intermediate_size: int  # width of the MLP
-    num_heads: int  # query heads, a multiple of num_kv_heads
-    num_kv_heads: int  # K
-    head_dim: int  # D; num_heads * head_dim need not be H
+    num_heads: int  # query heads, a multiple of every layer's kv_heads
     norm_eps: float
     max_position: int  # positions 0 .. max_position - 1 exist
-    windows: tuple[int | None, ...]  # one per layer: how many tokens a query sees, itself included; None: all
-    rope: RopeConfig
+    layers: tuple[LayerConfig, ...]
+    ropes: tuple[RopeConfig, ...]
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False  # RMS norm over each head of q and k, before the rotation
+    order: str = "pre"  # one of ORDERS: where the norms stand, and what is added to what
+    norm: str = "rms"  # one of NORMS
+    qk_norm: str | None = None  # one of QK_NORMS: norm of queries and keys
+    biases: frozenset[str] = frozenset()  # of "qkv", "out", "mlp", "head"
+    activation: str = "silu"  # one of ACTIVATIONS
+    gated_mlp: bool = True  # down(act(gate(x)) * up(x)), else down(act(up(x)))
+    experts: ExpertsConfig | None = None
+    learned_positions: bool = False  # a table of positions is added to the embedding
+    attention_scale: float | None = None  # of scores; None: 1 / sqrt(D)
+    attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add
+    logit_scale: float = 1.0
     tied_head: bool = False  # the head is the embedding table, transposed
 
     @property
     def num_layers(self) -> int:
         """Decoder layers."""
-        return len(self.windows)
+        return len(self.layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Window of each layer."""
+        return tuple(layer.window for layer in self.layers)
