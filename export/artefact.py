@@ -14,11 +14,11 @@ import numpy as np
 import onnx
 
 from rollkv.export.audit import audit_graph
-from rollkv.export.pipeline import describe
+from rollkv.export.pipeline import describe, graph_weights
 from rollkv.export.signature import ExportOptions
 from rollkv.export.write import Placed, map_tensor
 from rollkv.models.checkpoint import Checkpoint
-from rollkv.models.layers import rope_tables
+from rollkv.models.decoder import position_tables
 from rollkv.runtime.backend import Array
 from rollkv.runtime.bundle import Bundle, Manifest
 
@@ -35,7 +35,8 @@ def options_of(m: Manifest) -> ExportOptions:
         chunk_size=m.chunk_size,
         max_kvcache_len=m.max_kvcache_len,
         kv_layout=m.kv_layout,
-        ids=next(value.dtype for value in prefill.inputs if value.role == "ids"),
+        ids=next((v.dtype for v in prefill.inputs if v.role in ("ids", "position_ids")), "int32"),
+        input=next(v.role for v in prefill.inputs if v.role in ("ids", "embeds")),
         head=prefill.head,
         mask_value=m.mask_value,
         opset=prefill.opset,
@@ -63,15 +64,14 @@ def graph_fault(bundle: Bundle) -> str | None:
 def weight_fault(bundle: Bundle, checkpoint: Checkpoint) -> str | None:
     """The first tensor in the weight file that is missing there, or not what the checkpoint holds."""
     stored = stored_weights(bundle)
-    for weight in checkpoint.weights:
+    options = options_of(bundle.manifest)
+    for weight in graph_weights(checkpoint, options):
         tensor = stored.pop(weight.name, None)
         if tensor is None or tensor.shape != weight.shape:
             return f"weights: {weight.name} is missing, or has another shape than the checkpoint's"
         if not all(np.array_equal(tensor[index], block) for index, block in weight.blocks()):
             return f"weights: {weight.name} differs from the checkpoint"
-    for name, table in zip(
-        ("rope.cos", "rope.sin"), rope_tables(checkpoint.config.rope, checkpoint.config.max_position), strict=True
-    ):
+    for name, table in position_tables(checkpoint.config, options.max_kvcache_len).items():
         if name not in stored or not np.array_equal(stored.pop(name), table.numpy()):
             return f"weights: {name} is missing, or not the table of the model's positions"
     return f"weights: {next(iter(stored))} belongs to no part of the decoder" if stored else None

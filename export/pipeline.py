@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,8 +25,10 @@ from rollkv.export.write import (
     write_manifest,
     write_weights,
 )
-from rollkv.models.checkpoint import Checkpoint
-from rollkv.models.layers import inverse_frequencies, rope_tables
+from rollkv.models.checkpoint import Checkpoint, Weight
+from rollkv.models.config import RopeConfig
+from rollkv.models.decoder import position_tables
+from rollkv.models.rope import inverse_frequencies
 from rollkv.runtime.bundle import FORMAT, GraphInfo, Manifest, RopeInfo, SourceInfo, WeightsInfo
 
 IR_VERSION = 9
@@ -41,9 +43,11 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
     """
     config = checkpoint.config
     with replacing_folder(output) as folder:
-        cos, sin = rope_tables(config.rope, config.max_position)
-        tables = {"rope.cos": cos.numpy(), "rope.sin": sin.numpy()}
-        placed = place_weights(checkpoint.weights, tables)
+        tables = {
+            name: table.numpy() for name, table in position_tables(config, options.max_kvcache_len).items()
+        }
+        weights = graph_weights(checkpoint, options)
+        placed = place_weights(weights, tables)
         manifest = describe(checkpoint, options)
         for done, info in enumerate(manifest.graphs):
             report(f"trace {info.role}", done, 2)
@@ -64,7 +68,7 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
             written += count
             report("weights", written, total)
 
-        write_weights(folder / WEIGHTS_FILE, checkpoint.weights, tables, placed, weights_done)
+        write_weights(folder / WEIGHTS_FILE, weights, tables, placed, weights_done)
         for name, data in checkpoint.text.items():
             write_file(folder / name, data)
         report("hashes", 0, 1)
@@ -91,7 +95,6 @@ def describe(checkpoint: Checkpoint, options: ExportOptions) -> Manifest:
         )
         for role, rows in (("prefill", options.chunk_size), ("decode", 1))
     ]
-    tables = 4 * config.max_position * config.rope.rotary_dim  # bytes of cos and sin, half as wide as they are rotated
     return Manifest(
         format=FORMAT,
         rollkv=importlib.metadata.version("rollkv"),
@@ -108,17 +111,36 @@ def describe(checkpoint: Checkpoint, options: ExportOptions) -> Manifest:
         bos_token_id=config.bos_token_id,
         eos_token_ids=list(config.eos_token_ids),
         layers=layer_infos(config, options),
-        rope={
-            "full": RopeInfo(
-                inv_freq=inverse_frequencies(config.rope).tolist(),
-                rotary_dim=config.rope.rotary_dim,
-                interleaved=False,
-                attention_scaling=1.0,
-            )
-        },
+        rope={rope.name: _rope_info(rope, options.max_kvcache_len) for rope in config.ropes},
         graphs=graphs,
         kv_pairs=kv_pairs(config),
         weights=WeightsInfo(
-            file=WEIGHTS_FILE, unique_bytes=tables + sum(4 * math.prod(w.shape) for w in checkpoint.weights)
+            file=WEIGHTS_FILE,
+            unique_bytes=sum(4 * math.prod(shape) for shape in _stored_shapes(checkpoint, options)),
         ),
+    )
+
+
+def graph_weights(checkpoint: Checkpoint, options: ExportOptions) -> list[Weight]:
+    """The weights that the graphs read: with rows as input the embedding stays outside, unless the head shares it."""
+    outside = options.input == "embeds" and not checkpoint.config.tied_head
+    return [weight for weight in checkpoint.weights if not (outside and weight.name == "embedding.weight")]
+
+
+def _stored_shapes(checkpoint: Checkpoint, options: ExportOptions) -> Iterator[tuple[int, ...]]:
+    """Shape of every tensor of the weight file."""
+    yield from (weight.shape for weight in graph_weights(checkpoint, options))
+    config = checkpoint.config
+    for rope in config.ropes:
+        yield from [(config.max_position, rope.rotary_dim // 2)] * 2
+        if rope.query_scale is not None:
+            yield (config.max_position, 1)
+
+
+def _rope_info(rope: RopeConfig, slots: int) -> RopeInfo:
+    return RopeInfo(
+        inv_freq=inverse_frequencies(rope, slots).tolist(),
+        rotary_dim=rope.rotary_dim,
+        interleaved=False,  # whatever the checkpoint has: rows of its weights are in rotate-half order here
+        attention_scaling=rope.attention_scaling,
     )

@@ -19,8 +19,9 @@ import onnx
 import torch
 from numpy.typing import NDArray
 
+from rollkv.export.signature import ExportOptions
+from rollkv.export.trace import make_decoder
 from rollkv.models.checkpoint import Checkpoint, load_decoder
-from rollkv.models.decoder import Decoder
 from rollkv.runtime.align import pad_left
 from rollkv.runtime.backend import Array, Backend, import_onnxruntime
 from rollkv.runtime.bundle import SLOT_AXES, GraphInfo, Manifest
@@ -107,26 +108,15 @@ class Reference:
 class TorchBackend:
     """The torch decoder with the checkpoint's weights, behind the runtime's protocol."""
 
-    def __init__(self, checkpoint: Checkpoint, manifest: Manifest) -> None:
-        self._decoder = Decoder(checkpoint.config, kv_layout=manifest.kv_layout, head=manifest.graphs[0].head).eval()
-        load_decoder(self._decoder, checkpoint)
+    def __init__(self, checkpoint: Checkpoint, options: ExportOptions) -> None:
+        self._decoder = make_decoder(checkpoint.config, options).eval()
+        load_decoder(self._decoder, checkpoint, options.max_kvcache_len)
 
     @torch.no_grad()
     def run(self, graph: GraphInfo, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """See Backend.run."""
-        tensors = {name: torch.from_numpy(array) for name, array in feeds.items()}
-        past = [(tensors[f"past_key_{i}"], tensors[f"past_value_{i}"]) for i in range(self._decoder.config.num_layers)]
-        logits, new = self._decoder(
-            tensors["input_ids"],
-            tensors["position_ids"],
-            tensors.get("attention_mask"),
-            tensors.get("sliding_attention_mask"),
-            past,
-        )
-        outputs = {"logits": logits.numpy()}
-        for i, (key, value) in enumerate(new):
-            outputs |= {f"new_key_{i}": key.numpy(), f"new_value_{i}": value.numpy()}
-        return outputs
+        values = self._decoder({name: torch.from_numpy(array) for name, array in feeds.items()})
+        return {value.name: values[value.name].numpy() for value in graph.outputs}
 
 
 class WeightlessBackend:

@@ -31,6 +31,7 @@ class ExportOptions:
     kv_layout: str = "bskd"
     ids: str = "int32"
     head: str = "last"
+    input: str = "ids"
     mask_value: float = -32768.0
     opset: int = 17
     simplify: bool = True
@@ -46,6 +47,7 @@ def resolve(
     kv_layout: str = "bskd",
     ids: str = "int32",
     head: str = "last",
+    input: str = "ids",
     mask_value: float = -32768.0,
     opset: int = 17,
     simplify: bool = True,
@@ -83,6 +85,7 @@ def resolve(
         ("--kv-layout", kv_layout, KV_LAYOUTS),
         ("--ids", ids, ("int32", "int64")),
         ("--head", head, ("last", "all")),
+        ("--input", input, ("ids", "embeds")),
         ("--opset", opset, OPSETS),
     ):
         if text not in allowed:
@@ -99,6 +102,7 @@ def resolve(
         kv_layout=kv_layout,
         ids=ids,
         head=head,
+        input=input,
         mask_value=float(mask_value),
         opset=opset,
         simplify=simplify,
@@ -110,27 +114,35 @@ def layer_infos(config: DecoderConfig, options: ExportOptions) -> list[LayerInfo
     slots = options.max_kvcache_len
     return [
         LayerInfo(
-            kv_len=slots if window is None else min(slots, window - 1 + options.chunk_size),
-            window=window,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rope="full",
+            kv_len=slots if layer.window is None else min(slots, layer.window - 1 + options.chunk_size),
+            window=layer.window,
+            kv_heads=layer.kv_heads,
+            head_dim=layer.head_dim,
+            rope=layer.rope,
+            kv_from=layer.kv_from,
         )
-        for window in config.windows
+        for layer in config.layers
     ]
 
 
 def graph_inputs(config: DecoderConfig, options: ExportOptions, rows: int) -> list[ValueInfo]:
     """Inputs of the graph of `rows` rows, in order."""
     layers = layer_infos(config, options)
-    values = [ValueInfo(name="input_ids", shape=[1, rows], dtype=options.ids, role="ids")]
+    if options.input == "ids":
+        values = [ValueInfo(name="input_ids", shape=[1, rows], dtype=options.ids, role="ids")]
+    else:
+        shape = [1, rows, config.hidden_size]
+        values = [ValueInfo(name="inputs_embeds", shape=shape, dtype="float32", role="embeds")]
     for name, slots in (
         ("attention_mask", {layer.kv_len for layer in layers if layer.window is None}),
         ("sliding_attention_mask", {layer.kv_len for layer in layers if layer.window is not None}),
     ):
         for kv_len in sorted(slots):
             values.append(ValueInfo(name=name, shape=[1, 1, rows, kv_len], dtype="float32", role=name))
-    values.append(ValueInfo(name="position_ids", shape=[1, rows], dtype=options.ids, role="position_ids"))
+    if config.ropes or config.learned_positions:
+        three = any(rope.sections for rope in config.ropes)
+        shape = [3, 1, rows] if three else [1, rows]
+        values.append(ValueInfo(name="position_ids", shape=shape, dtype=options.ids, role="position_ids"))
     return values + _cache_values("past", layers, options.kv_layout, None)
 
 
@@ -143,12 +155,15 @@ def graph_outputs(config: DecoderConfig, options: ExportOptions, rows: int) -> l
 
 def kv_pairs(config: DecoderConfig) -> list[list[str]]:
     """Past input and new output that share one cache."""
-    return [[f"past_{part}_{i}", f"new_{part}_{i}"] for i in range(config.num_layers) for part in ("key", "value")]
+    own = [i for i, layer in enumerate(config.layers) if layer.kv_from is None]
+    return [[f"past_{part}_{i}", f"new_{part}_{i}"] for i in own for part in ("key", "value")]
 
 
 def _cache_values(prefix: str, layers: list[LayerInfo], layout: str, rows: int | None) -> list[ValueInfo]:
     values = []
     for i, layer in enumerate(layers):
+        if layer.kv_from is not None:
+            continue
         slots = rows or layer.kv_len
         for part in ("key", "value"):
             if layout == "bskd":

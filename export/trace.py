@@ -1,4 +1,4 @@
-"""A decoder's graph as ONNX without a single weight: each part is traced once, and the layers are strung together.
+"""A decoder's graph as ONNX without a single weight: each kind of part is traced once, and all are strung together.
 
 torch traces on the meta device, which has shapes and no memory. In the graph that comes out every parameter of the
 decoder is an input under the parameter's own name; `write.py` binds the values later. The torch exporter's optimiser
@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import onnx
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rollkv.export.signature import ExportOptions, graph_inputs, graph_outputs
 from rollkv.models.config import DecoderConfig
-from rollkv.models.decoder import Decoder
+from rollkv.models.decoder import Call, Decoder
 from rollkv.runtime.bundle import ValueInfo
 
 if TYPE_CHECKING:
@@ -50,53 +50,55 @@ class Part:
 
     module: str  # its name in the kit, to which its parameters' names are relative
     nodes: tuple[onnx.NodeProto, ...]
+    inputs: Mapping[str, str]  # argument -> name in the kit's graph
     outputs: tuple[str, ...]
 
 
 class Kit(torch.nn.Module):
-    """One of each kind of part, side by side and not connected, so that one pass of the exporter traces them all."""
+    """One part of each kind, side by side and not connected, so that one pass of the exporter traces them all."""
 
-    def __init__(self, decoder: Decoder, kinds: Mapping[str, int]) -> None:
-        """kinds: mask input -> index of the first layer that reads it; layers differ in nothing else."""
+    def __init__(self, decoder: Decoder, calls: Sequence[Call]) -> None:
+        """calls: the first of each kind."""
         super().__init__()
-        self.embedding, self.rope, self.head = decoder.embedding, decoder.rope, decoder.head
-        self.kinds = torch.nn.ModuleList(decoder.layers[i] for i in kinds.values())
+        self.parts = torch.nn.ModuleList(decoder.get_submodule(call.module) for call in calls)
+        self._arguments = [tuple(call.inputs) for call in calls]
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, *layers: Tensor
-    ) -> Any:
-        """layers: mask, past key and past value for each kind."""
-        outputs = [self.embedding(input_ids), *self.rope(position_ids)]
-        for k, layer in enumerate(self.kinds):
-            outputs += layer(hidden, cos, sin, *layers[3 * k : 3 * k + 3])
-        return (*outputs, self.head(hidden))
+    def forward(self, *tensors: Tensor) -> Any:
+        """tensors: the arguments of each part, one part after the other."""
+        rest, outputs = list(tensors), []  # type: list[Tensor], list[Tensor]
+        for part, names in zip(self.parts, self._arguments, strict=True):
+            made = part(**dict(zip(names, rest, strict=False)))
+            del rest[: len(names)]
+            outputs += made if isinstance(made, tuple) else (made,)
+        return tuple(outputs)
 
 
 def trace_graph(config: DecoderConfig, options: ExportOptions, rows: int) -> onnx.ModelProto:
     """The graph of `rows` rows, at TRACED_OPSET, with the parameters as inputs after those of the signature."""
     with torch.device("meta"):
-        decoder = Decoder(config, kv_layout=options.kv_layout, head=options.head).eval()
+        decoder = make_decoder(config, options).eval()
     inputs, outputs = graph_inputs(config, options, rows), graph_outputs(config, options, rows)
-    masks = ["attention_mask" if window is None else "sliding_attention_mask" for window in config.windows]
-    kinds = {mask: masks.index(mask) for mask in masks}
-    parts = _trace_parts(decoder, kinds, {value.name: value for value in inputs}, rows)
+    with torch.no_grad():
+        shapes = decoder({value.name: _meta(value) for value in inputs})
+    parts = _trace_parts(decoder, shapes)
 
     graph = _Stitcher(decoder)
-    hidden = graph.add(parts["embedding"], "embedding", {"input_ids": "input_ids"}, {})["hidden_in"]
-    rotation = graph.add(parts["rope"], "rope", {"position_ids": "position_ids"}, {})
-    for i, mask in enumerate(masks):
-        bound = {"hidden": hidden, "cos": rotation["rope_cos"], "sin": rotation["rope_sin"], mask: mask}
-        bound |= {f"{mask}.past_{part}": f"past_{part}_{i}" for part in ("key", "value")}
-        fixed = {f"{mask}.new_{part}": f"new_{part}_{i}" for part in ("key", "value")}
-        hidden = graph.add(parts[mask], f"layers.{i}", bound, fixed)[f"{mask}.hidden"]
-    graph.add(parts["head"], "head", {"hidden": hidden}, {"logits": "logits"})
+    for call in decoder.calls():
+        graph.add(parts[call.kind], call)
 
+    read = {name for node in graph.nodes for name in node.input}
     parameters = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, list(parameter.shape))
         for name, parameter in decoder.named_parameters()
+        if name in read
     ]
     proto = helper.make_graph(graph.nodes, "rollkv", [*map(_value, inputs), *parameters], [*map(_value, outputs)])
     return helper.make_model(proto, opset_imports=[helper.make_opsetid("", TRACED_OPSET)], producer_name="rollkv")
+
+
+def make_decoder(config: DecoderConfig, options: ExportOptions) -> Decoder:
+    """The decoder that a graph of these options is traced from."""
+    return Decoder(config, kv_layout=options.kv_layout, head=options.head, source=options.input)
 
 
 class _Stitcher:
@@ -111,13 +113,11 @@ class _Stitcher:
             for name, parameter in decoder.named_parameters(remove_duplicate=False)
         }
 
-    def add(self, part: Part, place: str, bound: Mapping[str, str], fixed: Mapping[str, str]) -> dict[str, str]:
-        """Append a part's nodes as the module `place` of the decoder.
-
-        bound: what its inputs are called here. fixed: what some of its outputs must be called; the others get a name
-        under `place`. Returns the names of all outputs.
-        """
-        names = {name: fixed.get(name, f"{place}/{name}") for name in part.outputs} | dict(bound)
+    def add(self, part: Part, call: Call) -> None:
+        """Append a part's nodes as the call's module, between the call's inputs and outputs."""
+        place = call.module
+        names = {part.inputs[argument]: name for argument, name in call.inputs.items()}
+        names |= dict(zip(part.outputs, call.outputs, strict=True))
 
         def rename(name: str) -> str:
             if name in names or not name:
@@ -135,28 +135,29 @@ class _Stitcher:
                 for k, name in enumerate(field):
                     field[k] = rename(name)
             self.nodes.append(copy)
-        return {name: names[name] for name in part.outputs}
 
 
-def _trace_parts(
-    decoder: Decoder, kinds: Mapping[str, int], inputs: Mapping[str, ValueInfo], rows: int
-) -> dict[str, Part]:
-    """Every kind of part by name; a layer's name is that of the mask it reads."""
-    config = decoder.config
-    feeds = {name: _meta(inputs[name]) for name in ("input_ids", "position_ids")}
-    feeds["hidden"] = torch.empty(1, rows, config.hidden_size, device="meta")
-    for name in ("cos", "sin"):  # two tensors: torch.export takes one that is passed twice for one input
-        feeds[name] = torch.empty(1, rows, 1, config.rope.rotary_dim, device="meta")
-    outputs = {"embedding": ("hidden_in",), "rope": ("rope_cos", "rope_sin")}
-    for mask, i in kinds.items():
-        feeds[mask] = _meta(inputs[mask])
-        feeds |= {f"{mask}.past_{part}": _meta(inputs[f"past_{part}_{i}"]) for part in ("key", "value")}
-        outputs[mask] = (f"{mask}.hidden", f"{mask}.new_key", f"{mask}.new_value")
-    outputs["head"] = ("logits",)
-    names = [name for part in outputs.values() for name in part]
-    graph = _export(Kit(decoder, kinds).eval(), feeds, names)
-    modules = {mask: f"kinds.{k}" for k, mask in enumerate(kinds)}
-    return {name: Part(modules.get(name, name), _nodes_behind(graph, made), made) for name, made in outputs.items()}
+def _trace_parts(decoder: Decoder, shapes: Mapping[str, Tensor]) -> dict[str, Part]:
+    """A part of every kind. shapes: every value of the decoder by name, on the meta device."""
+    calls: dict[str, Call] = {}
+    for call in decoder.calls():
+        calls.setdefault(call.kind, call)
+    kit = Kit(decoder, list(calls.values())).eval()
+    feeds, parts, outputs = {}, {}, []  # type: dict[str, Tensor], dict[str, Part], list[str]
+    for k, (kind, call) in enumerate(calls.items()):
+        # Every part has tensors of its own: torch.export takes one that is passed twice for one input.
+        inputs = {argument: f"{k}.{argument}" for argument in call.inputs}
+        feeds |= {inputs[argument]: torch.empty_like(shapes[name]) for argument, name in call.inputs.items()}
+        parts[kind] = Part(f"parts.{k}", (), inputs, tuple(f"{k}.out.{j}" for j in range(len(call.outputs))))
+        outputs += parts[kind].outputs
+    # A tied head reads the embedding's table, under whichever of its two names the exporter took.
+    table = decoder.embedding.weight
+    tied = {name for name, parameter in kit.named_parameters(remove_duplicate=False) if parameter is table}
+    graph = _export(kit, feeds, outputs)
+    for node in graph.node:
+        for k, name in enumerate(node.input):
+            node.input[k] = "embedding.weight" if name in tied else name
+    return {kind: replace(part, nodes=_nodes_behind(graph, part.outputs)) for kind, part in parts.items()}
 
 
 def _export(module: torch.nn.Module, feeds: Mapping[str, Tensor], outputs: list[str]) -> onnx.GraphProto:

@@ -131,7 +131,7 @@ def verify_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: Callable[[st
             report.rows.append(compare(rung, len(ids), wanted, follow(ids, tokens), bound))
 
     progress("torch decoder")
-    judge("torch", LiteralHost(m, TorchBackend(checkpoint, m)).follow)
+    judge("torch", LiteralHost(m, TorchBackend(checkpoint, options_of(m))).follow)
     progress("graphs as traced")
     judge("traced", LiteralHost(m, _traced_backend(bundle, checkpoint)).follow)
     progress("graphs of the bundle")

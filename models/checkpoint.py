@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollkv.models.config import CheckpointError, DecoderConfig
-from rollkv.models.families import expected_shape, read_config, tensor_names, token_ids
+from rollkv.models.names import head_name, tensor_names
 from rollkv.models.presets import PRESETS, cache_folder, fetch_preset, hash_file
+from rollkv.models.settings import read_config, token_ids
 from rollkv.models.tensors import StoredTensor, refuse_lfs_pointer
 
 if TYPE_CHECKING:
@@ -28,7 +29,11 @@ if TYPE_CHECKING:
 
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 BLOCK_BYTES = 16 << 20  # of float32 read at a time
-_RECOMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|rope_freqs\.weight")
+# Tables and causal masks that older checkpoints hold and the decoder makes itself.
+_RECOMPUTED = re.compile(
+    r"(model|gpt_neox)\.layers\.\d+\.(self_attn|attention)\.rotary_emb\.inv_freq|rope_freqs\.weight"
+    r"|(gpt_neox\.layers|transformer\.h)\.\d+\.(attention|attn)\.(bias|masked_bias)"
+)
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
 
@@ -101,19 +106,18 @@ def open_checkpoint(model: str, report: Callable[[str], None] = lambda line: Non
     )
 
 
-def load_decoder(decoder: Decoder, checkpoint: Checkpoint) -> None:
-    """Fill every parameter of a torch decoder; float32, the whole model in memory."""
+def load_decoder(decoder: Decoder, checkpoint: Checkpoint, slots: int) -> None:
+    """Fill every parameter of a torch decoder; float32, the whole model in memory. slots: C."""
     import torch
 
-    from rollkv.models.layers import rope_tables
+    from rollkv.models.decoder import position_tables
 
     parameters = dict(decoder.named_parameters())  # a shared one appears once, under its first name
-    cos, sin = rope_tables(checkpoint.config.rope, checkpoint.config.max_position)
     with torch.no_grad():
         for weight in checkpoint.weights:
             weight.copy_to(parameters.pop(weight.name).numpy())
-        parameters.pop("rope.cos").copy_(cos)
-        parameters.pop("rope.sin").copy_(sin)
+        for name, table in position_tables(checkpoint.config, slots).items():
+            parameters.pop(name).copy_(table)
     assert not parameters, f"never filled: {sorted(parameters)}"
 
 
@@ -165,23 +169,20 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 def _weights(config: DecoderConfig, found: Mapping[str, StoredTensor], column: str, where: str) -> tuple[Weight, ...]:
     """The decoder's parameters out of the tensors found; every name on either side must have its partner."""
-    left = dict(found)
+    left = set(found)
     weights = []
-    for names in tensor_names(config):
-        name: str = getattr(names, column)
-        stored = left.pop(name, None)
-        if stored is None:
-            raise CheckpointError(f"{where}: tensor {name} is missing")
-        shape = expected_shape(names.decoder, config)
-        if stored.shape != shape:
-            raise CheckpointError(f"{where}: tensor {name} has shape {stored.shape}, the config asks for {shape}")
-        weights.append(Weight(names.decoder, stored, names.transposed, f"{where}: tensor {name}"))
-    head = left.pop("lm_head.weight", None) if config.tied_head else None
-    if head is not None and not _equal(head, weights[0].stored):
-        raise CheckpointError(
-            f"{where}: tie_word_embeddings is true, but lm_head.weight differs from the embedding; set it to false"
-        )
-    extra = [name for name in left if not _RECOMPUTED.fullmatch(name)]
+    for name in tensor_names(config, column):
+        stored = name.assemble(found, where)
+        left.difference_update(name.stored)
+        weights.append(Weight(name.decoder, stored, name.transposed, f"{where}: tensor {name.stored[0]}"))
+    if config.tied_head:
+        head = head_name(config, column)
+        if head in left and not _equal(found[head], weights[0].stored):
+            raise CheckpointError(
+                f"{where}: tie_word_embeddings is true, but {head} differs from the embedding; set it to false"
+            )
+        left.discard(head)
+    extra = [name for name in found if name in left and not _RECOMPUTED.fullmatch(name)]
     if extra:
         raise CheckpointError(
             f"{where}: {len(extra)} tensors are not used by a {config.family} decoder, among them {extra[0]}"

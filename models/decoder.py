@@ -1,61 +1,61 @@
 """The static decoder: cache in, new keys and values out.
 
-Four kinds of part in a row - embedding, rotary tables, layers, head - each a module that can be traced alone.
-Knows no checkpoint and no ONNX. Parameters are uninitialised: `checkpoint.load_decoder` fills them, and
-`torch.device("meta")` makes a decoder that has shapes only.
+Parts in a row - embedding, positions, rotary tables, layers, head - each a module that can be traced alone, and
+`Decoder.calls`, the list of which part takes and makes which value: torch runs it here, and `export/trace.py` strings
+the traced parts together by it. Knows no checkpoint and no ONNX. Parameters are uninitialised:
+`checkpoint.load_decoder` fills them, and `torch.device("meta")` makes a decoder that has shapes only.
 
 Shapes: c rows of one run, C slots (Cs in a sliding layer), H hidden size, V vocabulary; kv_layout as in `layers.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from rollkv.models.blocks import BLOCKS
 from rollkv.models.config import DecoderConfig
-from rollkv.models.layers import MLP, Attention, RMSNorm, Rope
+from rollkv.models.layers import make_norm
+from rollkv.models.rope import Rope, query_scales, rope_tables
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of a part."""
+
+    kind: str  # parts of one kind have the same operations on the same shapes
+    module: str  # its name in the decoder
+    inputs: Mapping[str, str]  # argument -> name of the value
+    outputs: tuple[str, ...]  # names of the values
 
 
 class Embedding(nn.Module):
     """Token ids to hidden rows."""
 
-    def __init__(self, vocab: int, hidden: int) -> None:
+    def __init__(self, vocab: int, hidden: int, scale: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab, hidden))
+        self.scale = scale
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """(1, c) -> (1, c, H)."""
-        return nn.functional.embedding(input_ids, self.weight)
+        x = nn.functional.embedding(input_ids, self.weight)
+        return x if self.scale == 1 else x * self.scale
 
 
-class Layer(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
+class Positions(nn.Module):
+    """Adds a learned row for each position."""
 
-    def __init__(self, config: DecoderConfig, kv_layout: str) -> None:
+    def __init__(self, max_position: int, hidden: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(
-            hidden=config.hidden_size,
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.out_bias,
-            qk_norm_eps=config.norm_eps if config.qk_norm else None,
-            kv_layout=kv_layout,
-        )
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.weight = nn.Parameter(torch.empty(max_position, hidden))
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """x (1, c, H), cos and sin (1, c, 1, D), mask (1, 1, c, C), past in kv_layout -> x, new key, new value."""
-        y, key, value = self.attention(self.attention_norm(x), cos, sin, mask, past_key, past_value)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x)), key, value
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        """(1, c, H), (1, c) -> (1, c, H)."""
+        return x + nn.functional.embedding(position_ids, self.weight)
 
 
 class Head(nn.Module):
@@ -66,50 +66,90 @@ class Head(nn.Module):
 
     def __init__(self, config: DecoderConfig, rows: str, table: nn.Parameter) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = make_norm(config)
         self.tied, self.rows = config.tied_head, rows
+        self.scale, self.softcap = config.logit_scale, config.logit_softcap
         if config.tied_head:
             self.weight = table
         else:
             self.weight = nn.Parameter(torch.empty(config.hidden_size, config.vocab_size))
+        self.bias = nn.Parameter(torch.empty(config.vocab_size)) if "head" in config.biases else None
 
     def forward(self, x: Tensor) -> Tensor:
         """(1, c, H) -> (1, 1, V) for rows == "last", (1, c, V) for "all"."""
         if self.rows == "last":
             x = x.narrow(1, x.shape[1] - 1, 1)
         logits: Tensor = self.norm(x) @ (self.weight.t() if self.tied else self.weight)
-        return logits
+        if self.bias is not None:
+            logits = logits + self.bias
+        if self.scale != 1:
+            logits = logits * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 class Decoder(nn.Module):
-    """All of a model between token ids and logits, one run of c rows at a time."""
+    """All of a model between token ids, or hidden rows in their place, and logits: one run of c rows at a time."""
 
-    def __init__(self, config: DecoderConfig, *, kv_layout: str = "bskd", head: str = "last") -> None:
-        """head: rows of logits, "last" or "all"."""
+    def __init__(
+        self, config: DecoderConfig, *, kv_layout: str = "bskd", head: str = "last", source: str = "ids"
+    ) -> None:
+        """head: rows of logits, "last" or "all". source: what a run takes, "ids" or "embeds"."""
         super().__init__()
-        self.config = config
-        self.embedding = Embedding(config.vocab_size, config.hidden_size)
-        self.rope = Rope(config.rope, config.max_position)
-        self.layers = nn.ModuleList(Layer(config, kv_layout) for _ in config.windows)
+        self.config, self.source = config, source
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, config.embedding_scale)
+        self.positions = Positions(config.max_position, config.hidden_size) if config.learned_positions else None
+        self.rope = nn.ModuleDict({rope.name: Rope(rope, config.max_position) for rope in config.ropes})
+        self.layers = nn.ModuleList(BLOCKS[config.order](config, layer, kv_layout) for layer in config.layers)
         self.head = Head(config, head, self.embedding.weight)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        mask: Tensor | None,
-        sliding_mask: Tensor | None,
-        past: Sequence[tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """One run.
+    def calls(self) -> Iterator[Call]:
+        """Every part in the order in which it runs.
 
-        input_ids, position_ids (1, c); mask (1, 1, c, C) for layers without a window, sliding_mask (1, 1, c, Cs) for
-        those with one; past: key and value per layer. Returns logits, and new key and value per layer.
+        Values from outside and those that leave have the names of the graph's inputs and outputs (docs/contract.md).
         """
-        x = self.embedding(input_ids)
-        cos, sin = self.rope(position_ids)
-        new = []
-        for layer, window, (past_key, past_value) in zip(self.layers, self.config.windows, past, strict=True):
-            x, key, value = layer(x, cos, sin, mask if window is None else sliding_mask, past_key, past_value)
-            new.append((key, value))
-        return self.head(x), new
+        if self.source == "ids":
+            yield Call("embedding", "embedding", {"input_ids": "input_ids"}, ("embedding/x",))
+            x = "embedding/x"
+        else:
+            x = "inputs_embeds"
+        if self.positions is not None:
+            yield Call("positions", "positions", {"x": x, "position_ids": "position_ids"}, ("positions/x",))
+            x = "positions/x"
+        rotations = {}
+        for rope in self.config.ropes:
+            place = f"rope.{rope.name}"
+            rotations[rope.name] = {name: f"{place}/{name}" for name in ("cos", "sin")}
+            if rope.query_scale is not None:
+                rotations[rope.name]["query_scale"] = f"{place}/query_scale"
+            yield Call(place, place, {"position_ids": "position_ids"}, tuple(rotations[rope.name].values()))
+        kinds = [replace(layer, kv_from=None) for layer in self.config.layers]
+        for i, layer in enumerate(self.config.layers):
+            inputs = {"x": x, **(rotations[layer.rope] if layer.rope is not None else {})}
+            inputs["mask"] = "attention_mask" if layer.window is None else "sliding_attention_mask"
+            inputs |= {"past_key": f"past_key_{i}", "past_value": f"past_value_{i}"}
+            x = f"layers.{i}/x"
+            yield Call(f"layer {kinds.index(kinds[i])}", f"layers.{i}", inputs, (x, f"new_key_{i}", f"new_value_{i}"))
+        yield Call("head", "head", {"x": x}, ("logits",))
+
+    def forward(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One run: the graph's inputs by name -> every value by name, the graph's outputs among them."""
+        values = dict(feeds)
+        for call in self.calls():
+            made = self.get_submodule(call.module)(**{arg: values[name] for arg, name in call.inputs.items()})
+            values.update(zip(call.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+        return values
+
+
+def position_tables(config: DecoderConfig, slots: int) -> dict[str, Tensor]:
+    """The decoder's parameters that no checkpoint holds: tables of its rotary embeddings, by parameter name.
+
+    slots: C, which the factors of the rope types dynamic and longrope depend on.
+    """
+    tables = {}
+    for rope in config.ropes:
+        place = f"rope.{rope.name}"
+        tables[f"{place}.cos"], tables[f"{place}.sin"] = rope_tables(rope, config.max_position, slots)
+        scales = query_scales(rope, config.max_position)
+        if scales is not None:
+            tables[f"{place}.query_scale"] = scales
+    return tables

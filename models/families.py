@@ -1,34 +1,59 @@
-"""Decoder families as data: how each one's config.json reads, and what its tensors are called.
+"""Decoder families as data: a row for each `model_type`.
 
-The file that knows what Hugging Face calls settings and tensors. A family is looked up by the exact `model_type`; a
-setting that would change the numbers and is not understood is refused. Knows no file format and no torch.
+A row says which settings config.json has and what an absent one stands for (transformers' configuration classes), what
+each means as a field of `DecoderConfig`, and where the tensors' names differ from llama's. `settings.py` reads a config
+by its row, `names.py` the tensors. With those two, the file that knows what Hugging Face calls things.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollkv.models.config import CheckpointError, DecoderConfig, RopeConfig
-
-# No model is near them: a damaged number is refused before memory is asked for. Beyond 2^24 float32 skips positions.
-LARGEST = {"num_hidden_layers": 10_000, "max_position_embeddings": 2**24}
 REQUIRED = object()  # in Family.settings: the key must be there
-_FIXED = {"is_causal": True}  # transformers reads it from any config: false lets a row see later tokens
+
+
+@dataclass(frozen=True)
+class Key:
+    """A field that is the value of a setting, perhaps through a function."""
+
+    name: str
+    through: Callable[[Any], Any] = lambda value: value
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor whose checkpoint stores it otherwise than llama's: see `names.py` for each layout."""
+
+    name: str
+    layout: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One `model_type`: its settings with the values that an absent key stands for, and what is built in."""
+    """One `model_type`."""
 
     model_type: str
-    settings: Mapping[str, Any]
-    qkv_bias: bool = False  # always there, not a setting
-    qk_norm: bool = False
-    fixed: Mapping[str, Any] = field(default_factory=lambda: {**_FIXED})  # may be there with this value only
-    windows: str = "none"  # "none", "all" layers, or "from" the layer max_window_layers on, behind use_sliding_window
+    settings: Mapping[str, Any]  # key of config.json -> value when absent
+    keys: Mapping[str, str] = field(default_factory=dict)  # llama's key -> this family's for the same thing
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # may be there with this value only
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of DecoderConfig: a value, or the Key of one
+    activations: Mapping[str, str] = field(default_factory=dict)  # what the config calls otherwise than others do
+    biases: Mapping[str, bool | str] = field(default_factory=dict)  # "qkv", ... -> always, or the setting that asks
+    windows: str = "none"  # which layers have one: see settings._windows
+    pattern: int = 0  # for windows == "pattern": every pattern-th layer has none
+    turns: str = "all"  # layers whose queries and keys rotate: all, windowed, windowed-if-any, listed; none: no rope
+    ropes: tuple[str, ...] = ("full",)  # ("full", "sliding"): layers with a window have a rotation of their own
+    theta: float = 10000.0  # base of the rotation when the config names none
+    rotary_factor: float = 1.0  # how much of a head rotates when the config does not say
+    interleaved: bool = False  # pairs (2i, 2i + 1) rotate
+    names: Mapping[str, str | Source] = field(default_factory=dict)  # part -> tensor, where it is not llama's
+    gguf: Mapping[str, str | Source] | None = None  # the same for GGUF files; None: not read from them
+    norm_plus: float = 0.0  # the checkpoint's norm weights lack this
+    prefix: str = ""  # that published checkpoints leave out of every name
+    remarks: str = ""  # for `rollkv families`
 
 
 _GEOMETRY = {
@@ -46,307 +71,658 @@ _GEOMETRY = {
     "rope_theta": None,
     "rope_scaling": None,
     "rope_parameters": None,
+    "partial_rotary_factor": None,
     "bos_token_id": None,
     "eos_token_id": None,
 }
+_ONE_TWO = {"bos_token_id": 1, "eos_token_id": 2}
 _WINDOW_SWITCH = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+_LAYER_NORM = {"layer_norm_eps": 1e-5}
+_NEEDS_KV = {"num_key_value_heads": REQUIRED}
 
-FAMILIES: Mapping[str, Family] = {
-    family.model_type: family
-    for family in (
-        Family(
-            model_type="llama",
-            settings={**_GEOMETRY, "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2},
+
+def _geometry(*without: str, **more: Any) -> dict[str, Any]:
+    """The usual settings, without some, with others."""
+    return {key: value for key, value in {**_GEOMETRY, **more}.items() if key not in without}
+
+
+_ATTENTION_BIAS = {"qkv": "attention_bias", "out": "attention_bias"}
+_GATE_UP = {"mlp.gate": Source("mlp.gate_up_proj", "gate-up"), "mlp.up": Source("mlp.gate_up_proj", "gate-up")}
+_QKV = {f"attention.{x}": Source("self_attn.qkv_proj", "qkv") for x in "qkv"}
+_SANDWICH = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_FC = {"mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
+_EXPERTS = {
+    "mlp.router": "mlp.gate",
+    "mlp.shared": "mlp.shared_expert",
+    "mlp.shared_gate": "mlp.shared_expert_gate",
+    "mlp.gate.experts": "mlp.experts.{}.gate_proj",
+    "mlp.up.experts": "mlp.experts.{}.up_proj",
+    "mlp.down.experts": "mlp.experts.{}.down_proj",
+}
+_GEMMA = {"tie_word_embeddings": True, "eos_token_id": 1, "bos_token_id": 2, "attention_bias": False}
+_GEMMA_NAMES = {**_SANDWICH}
+_GGUF_SANDWICH = {
+    "attention_post_norm": "post_attention_norm",
+    "mlp_norm": "ffn_norm",
+    "mlp_post_norm": "post_ffw_norm",
+}
+_SQRT_H = Key("hidden_size", math.sqrt)
+_QUERY_SCALE = Key("query_pre_attn_scalar", lambda scalar: scalar**-0.5)
+
+_ROWS = (
+    Family(
+        model_type="llama",
+        settings=_geometry(attention_bias=False, mlp_bias=False, **_ONE_TWO),
+        biases={**_ATTENTION_BIAS, "mlp": "mlp_bias"},
+        gguf={},
+    ),
+    Family(
+        model_type="mistral",
+        settings=_geometry(sliding_window=4096, **_NEEDS_KV, **_ONE_TWO),
+        windows="all",
+    ),
+    Family(
+        model_type="qwen2",
+        settings=_geometry(**_NEEDS_KV, **_WINDOW_SWITCH),
+        fixed={"attention_bias": True},
+        biases={"qkv": True},
+        windows="switch",
+        gguf={},
+    ),
+    Family(
+        model_type="qwen3",
+        settings=_geometry(**_NEEDS_KV, head_dim=128, attention_bias=False, **_WINDOW_SWITCH),
+        fields={"qk_norm": "rms-head"},
+        biases=_ATTENTION_BIAS,
+        windows="switch",
+        gguf={},
+    ),
+    Family(
+        model_type="gemma",
+        settings=_geometry(
+            "hidden_act", head_dim=256, hidden_activation=None, **_GEMMA, use_bidirectional_attention=None
+        )
+        | {"hidden_act": "gelu_pytorch_tanh"},
+        fixed={"use_bidirectional_attention": False, "hidden_activation": "gelu_pytorch_tanh"},
+        fields={"embedding_scale": _SQRT_H},
+        activations={"gelu": "gelu-tanh"},  # what the first release wrote
+        biases=_ATTENTION_BIAS,
+        norm_plus=1.0,
+    ),
+    Family(
+        model_type="gemma2",
+        settings=_geometry(
+            "hidden_act",
+            head_dim=256,
+            hidden_activation="gelu_pytorch_tanh",
+            **_GEMMA,
+            query_pre_attn_scalar=256,
+            sliding_window=4096,
+            layer_types=None,
+            final_logit_softcapping=30.0,
+            attn_logit_softcapping=50.0,
         ),
-        Family(
-            model_type="mistral",
-            settings={
-                **_GEOMETRY,
-                "num_key_value_heads": REQUIRED,
-                "sliding_window": 4096,
-                "bos_token_id": 1,
-                "eos_token_id": 2,
-            },
-            windows="all",
+        keys={"hidden_act": "hidden_activation"},
+        fixed={"use_bidirectional_attention": False, "hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
+        fields={
+            "order": "sandwich",
+            "embedding_scale": _SQRT_H,
+            "attention_scale": _QUERY_SCALE,
+            "attention_softcap": Key("attn_logit_softcapping"),
+            "logit_softcap": Key("final_logit_softcapping"),
+        },
+        biases=_ATTENTION_BIAS,
+        windows="pattern",
+        pattern=2,
+        names=_GEMMA_NAMES,
+        gguf=_GGUF_SANDWICH,
+        norm_plus=1.0,
+    ),
+    Family(
+        model_type="gemma3_text",
+        settings=_geometry(
+            "hidden_act",
+            head_dim=256,
+            hidden_activation="gelu_pytorch_tanh",
+            **_GEMMA,
+            query_pre_attn_scalar=256,
+            sliding_window=4096,
+            sliding_window_pattern=6,
+            _sliding_window_pattern=6,
+            layer_types=None,
+            final_logit_softcapping=None,
+            attn_logit_softcapping=None,
+            rope_local_base_freq=10000.0,
         ),
-        Family(
-            model_type="qwen2",
-            settings={**_GEOMETRY, "num_key_value_heads": REQUIRED, **_WINDOW_SWITCH},
+        keys={"hidden_act": "hidden_activation"},
+        fixed={"use_bidirectional_attention": False, "cache_implementation": "hybrid"},
+        fields={
+            "order": "sandwich",
+            "qk_norm": "rms-head",
+            "embedding_scale": _SQRT_H,
+            "attention_scale": _QUERY_SCALE,
+            "attention_softcap": Key("attn_logit_softcapping"),
+            "logit_softcap": Key("final_logit_softcapping"),
+        },
+        biases=_ATTENTION_BIAS,
+        windows="pattern",
+        pattern=6,
+        ropes=("full", "sliding"),
+        theta=1000000.0,
+        names=_GEMMA_NAMES,
+        gguf=_GGUF_SANDWICH,
+        norm_plus=1.0,
+    ),
+    Family(
+        model_type="phi",
+        settings=_geometry("rms_norm_eps", "head_dim", **_LAYER_NORM, qk_layernorm=False, **_ONE_TWO)
+        | {"hidden_act": "gelu_new"},
+        keys={"rms_norm_eps": "layer_norm_eps"},
+        fields={
+            "order": "parallel",
+            "norm": "layer-bias",
+            "gated_mlp": False,
+            "qk_norm": Key("qk_layernorm", lambda on: "layer-head" if on else None),
+        },
+        biases={"qkv": True, "out": True, "mlp": True, "head": True},
+        rotary_factor=0.5,
+        names={
+            **_FC,
+            "attention.out": "self_attn.dense",
+            "attention.q_norm": "self_attn.q_layernorm",
+            "attention.k_norm": "self_attn.k_layernorm",
+            "head.norm": "model.final_layernorm",
+        },
+    ),
+    Family(
+        model_type="phi3",
+        settings=_geometry(
+            "head_dim",
+            rms_norm_eps=1e-5,
+            original_max_position_embeddings=4096,
+            sliding_window=None,
+            bos_token_id=1,
+            eos_token_id=32000,
+        ),
+        fixed={"attention_bias": False},
+        windows="all",
+        names={**_QKV, **_GATE_UP},
+        gguf={
+            **{f"attention.{x}": Source("attn_qkv", "qkv") for x in "qkv"},
+            "mlp.gate": Source("ffn_up", "gate-up"),
+            "mlp.up": Source("ffn_up", "gate-up"),
+        },
+    ),
+    Family(
+        model_type="smollm3",
+        settings=_geometry(
+            num_key_value_heads=4,
+            use_sliding_window=False,
+            sliding_window=None,
+            max_window_layers=None,
+            no_rope_layers=None,
+            no_rope_layer_interval=4,
+            layer_types=None,
+            attention_bias=False,
+            mlp_bias=False,
+            tie_word_embeddings=True,
+            bos_token_id=128000,
+            eos_token_id=128001,
+        ),
+        biases={**_ATTENTION_BIAS, "mlp": "mlp_bias"},
+        windows="listed",
+        turns="listed",
+        theta=2000000.0,
+    ),
+    Family(
+        model_type="olmo2",
+        settings=_geometry(rms_norm_eps=1e-5, attention_bias=False, eos_token_id=50279),
+        fields={"order": "post", "qk_norm": "rms-width"},
+        biases=_ATTENTION_BIAS,
+        names={
+            "attention_post_norm": "post_attention_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        },
+    ),
+    Family(
+        model_type="olmo3",
+        settings=_geometry(
+            rms_norm_eps=1e-5, attention_bias=False, eos_token_id=50279, sliding_window=4096, layer_types=None
+        ),
+        fields={"order": "post", "qk_norm": "rms-width"},
+        biases=_ATTENTION_BIAS,
+        windows="pattern",
+        pattern=4,
+        ropes=("full", "sliding"),
+        theta=500000.0,
+        names={
+            "attention_post_norm": "post_attention_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        },
+    ),
+    Family(
+        model_type="granite",
+        settings=_geometry(
+            attention_bias=False,
+            mlp_bias=False,
+            embedding_multiplier=1.0,
+            logits_scaling=1.0,
+            residual_multiplier=1.0,
+            attention_multiplier=1.0,
+            **_ONE_TWO,
+        ),
+        fields={
+            "embedding_scale": Key("embedding_multiplier"),
+            "logit_scale": Key("logits_scaling", lambda scaling: 1 / scaling),
+            "residual_scale": Key("residual_multiplier"),
+            "attention_scale": Key("attention_multiplier"),
+        },
+        biases={**_ATTENTION_BIAS, "mlp": "mlp_bias"},
+    ),
+    Family(
+        model_type="starcoder2",
+        settings=_geometry(
+            "rms_norm_eps",
+            "head_dim",
+            num_key_value_heads=2,
+            norm_epsilon=1e-5,
+            sliding_window=None,
+            use_bias=True,
+            tie_word_embeddings=True,
+            bos_token_id=50256,
+            eos_token_id=50256,
+        )
+        | {"hidden_act": "gelu_pytorch_tanh"},
+        keys={"rms_norm_eps": "norm_epsilon"},
+        fields={"norm": "layer-bias", "gated_mlp": False},
+        fixed={"mlp_type": "default", "norm_type": "layer_norm"},
+        biases={"qkv": "use_bias", "out": "use_bias", "mlp": "use_bias"},
+        windows="all",
+        names={"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
+    ),
+    Family(
+        model_type="stablelm",
+        settings=_geometry(
+            "rms_norm_eps",
+            "head_dim",
+            **_LAYER_NORM,
+            use_qkv_bias=False,
+            qk_layernorm=False,
+            use_parallel_residual=False,
+            bos_token_id=0,
+            eos_token_id=0,
+        ),
+        keys={"rms_norm_eps": "layer_norm_eps"},
+        fields={
+            "order": Key("use_parallel_residual", lambda on: "parallel" if on else "pre"),
+            "norm": "layer-bias",
+            "qk_norm": Key("qk_layernorm", lambda on: "layer-heads" if on else None),
+        },
+        biases={"qkv": "use_qkv_bias"},
+        rotary_factor=0.25,
+        names={
+            "attention.q_norm": Source("self_attn.q_layernorm.norms.{}", "per-head"),
+            "attention.k_norm": Source("self_attn.k_layernorm.norms.{}", "per-head"),
+        },
+    ),
+    Family(
+        model_type="gpt_neox",
+        settings=_geometry(
+            "rms_norm_eps",
+            "head_dim",
+            "num_key_value_heads",
+            "partial_rotary_factor",
+            **_LAYER_NORM,
+            use_parallel_residual=True,
+            attention_bias=True,
+            rotary_pct=None,
+            rotary_emb_base=None,
+            bos_token_id=0,
+            eos_token_id=2,
+        )
+        | {"hidden_act": "gelu"},
+        keys={
+            "rms_norm_eps": "layer_norm_eps",
+            "partial_rotary_factor": "rotary_pct",
+            "rope_theta": "rotary_emb_base",
+        },
+        fields={
+            "order": Key("use_parallel_residual", lambda on: "parallel-two" if on else "pre"),
+            "norm": "layer-bias",
+            "gated_mlp": False,
+        },
+        biases={**_ATTENTION_BIAS, "mlp": True},
+        rotary_factor=0.25,
+        names={
+            **{f"attention.{x}": Source("attention.query_key_value", "qkv-by-head") for x in "qkv"},
+            "attention.out": "attention.dense",
+            "mlp.up": "mlp.dense_h_to_4h",
+            "mlp.down": "mlp.dense_4h_to_h",
+            "embedding": "gpt_neox.embed_in",
+            "layers": "gpt_neox.layers",
+            "head.norm": "gpt_neox.final_layer_norm",
+            "head": "embed_out",
+        },
+    ),
+    Family(
+        model_type="gpt2",
+        settings={
+            "vocab_size": REQUIRED,
+            "n_embd": REQUIRED,
+            "n_layer": REQUIRED,
+            "n_head": REQUIRED,
+            "n_positions": REQUIRED,
+            "n_inner": None,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+            "bos_token_id": 50256,
+            "eos_token_id": 50256,
+        },
+        keys={
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+            "intermediate_size": "n_inner",
+            "hidden_act": "activation_function",
+            "rms_norm_eps": "layer_norm_epsilon",
+        },
+        fixed={
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "reorder_and_upcast_attn": False,
+            "add_cross_attention": False,
+        },
+        fields={"norm": "layer-bias", "gated_mlp": False, "learned_positions": True},
+        biases={"qkv": True, "out": True, "mlp": True},
+        turns="none",
+        names={
+            **{f"attention.{x}": Source("attn.c_attn", "conv-qkv") for x in "qkv"},
+            "attention.out": Source("attn.c_proj", "conv"),
+            "mlp.up": Source("mlp.c_fc", "conv"),
+            "mlp.down": Source("mlp.c_proj", "conv"),
+            "attention_norm": "ln_1",
+            "mlp_norm": "ln_2",
+            "embedding": "transformer.wte",
+            "positions": "transformer.wpe",
+            "layers": "transformer.h",
+            "head.norm": "transformer.ln_f",
+        },
+        prefix="transformer.",
+    ),
+    Family(
+        model_type="glm",
+        settings=_geometry(
+            head_dim=128,
+            num_key_value_heads=2,
+            rms_norm_eps=1.5625e-07,
+            attention_bias=True,
+            eos_token_id=[151329, 151336, 151338],
+        ),
+        biases={"qkv": "attention_bias"},
+        rotary_factor=0.5,
+        interleaved=True,
+        names=_GATE_UP,
+    ),
+    Family(
+        model_type="glm4",
+        settings=_geometry(
+            head_dim=128,
+            num_key_value_heads=2,
+            rms_norm_eps=1.5625e-07,
+            attention_bias=True,
+            eos_token_id=[151329, 151336, 151338],
+        ),
+        fields={"order": "sandwich"},
+        biases={"qkv": "attention_bias"},
+        rotary_factor=0.5,
+        interleaved=True,
+        names={
+            **_GATE_UP,
+            "attention_post_norm": "post_self_attn_layernorm",
+            "mlp_norm": "post_attention_layernorm",
+            "mlp_post_norm": "post_mlp_layernorm",
+        },
+    ),
+    Family(
+        model_type="cohere",
+        settings=_geometry(
+            "rms_norm_eps",
+            **_LAYER_NORM,
+            logit_scale=0.0625,
+            attention_bias=False,
+            use_qk_norm=False,
+            tie_word_embeddings=True,
+            bos_token_id=5,
+            eos_token_id=255001,
+        ),
+        keys={"rms_norm_eps": "layer_norm_eps"},
+        fields={
+            "order": "parallel",
+            "norm": "layer",
+            "logit_scale": Key("logit_scale"),
+            "qk_norm": Key("use_qk_norm", lambda on: "layer-heads" if on else None),
+        },
+        biases=_ATTENTION_BIAS,
+        theta=500000.0,
+        interleaved=True,
+    ),
+    Family(
+        model_type="cohere2",
+        settings=_geometry(
+            "rms_norm_eps",
+            **_LAYER_NORM,
+            logit_scale=0.0625,
+            attention_bias=False,
+            sliding_window=4096,
+            sliding_window_pattern=4,
+            layer_types=None,
+            tie_word_embeddings=True,
+            bos_token_id=5,
+            eos_token_id=255001,
+        ),
+        keys={"rms_norm_eps": "layer_norm_eps"},
+        fixed={
+            "use_qk_norm": False,
+            "order_of_interleaved_layers": "local_attn_first",
+            "position_embedding_type": "rope_gptj",
+            "rotary_pct": 1.0,
+            "use_parallel_block": True,
+            "use_parallel_embedding": True,
+            "use_embedding_sharing": True,
+            "use_gated_activation": True,
+            "cache_implementation": "hybrid",
+        },
+        fields={"order": "parallel", "norm": "layer", "logit_scale": Key("logit_scale")},
+        biases=_ATTENTION_BIAS,
+        windows="pattern",
+        pattern=4,
+        turns="windowed",
+        interleaved=True,
+    ),
+    Family(
+        model_type="nemotron",
+        settings=_geometry(
+            "rms_norm_eps", norm_eps=1e-5, attention_bias=False, mlp_bias=False, bos_token_id=2, eos_token_id=3
+        )
+        | {"hidden_act": "relu2"},
+        keys={"rms_norm_eps": "norm_eps"},
+        fields={"norm": "layer-bias", "gated_mlp": False},
+        biases={**_ATTENTION_BIAS, "mlp": "mlp_bias"},
+        rotary_factor=0.5,
+        norm_plus=1.0,
+    ),
+    Family(
+        model_type="exaone4",
+        settings=_geometry(
+            rms_norm_eps=1e-5,
+            sliding_window=4096,
+            sliding_window_pattern=4,
+            layer_types=None,
+            bos_token_id=0,
+            eos_token_id=2,
+        ),
+        fields={"order": "post", "qk_norm": "rms-head"},
+        windows="pattern",
+        pattern=4,
+        turns="windowed-if-any",
+        names={
+            "attention_post_norm": "post_attention_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        },
+    ),
+    Family(
+        model_type="ernie4_5",
+        settings=_geometry(
+            head_dim=128,
+            num_key_value_heads=2,
+            rms_norm_eps=1e-5,
+            use_bias=False,
+            tie_word_embeddings=True,
+            **_ONE_TWO,
+        ),
+        biases={"qkv": "use_bias", "out": "use_bias", "mlp": "use_bias"},
+        theta=500000.0,
+        interleaved=True,
+    ),
+    Family(
+        model_type="hunyuan_v1_dense",
+        settings=_geometry(rms_norm_eps=1e-5, attention_bias=False, **_ONE_TWO),
+        fields={"qk_norm": "rms-head-late"},
+        biases=_ATTENTION_BIAS,
+        names={"attention.q_norm": "self_attn.query_layernorm", "attention.k_norm": "self_attn.key_layernorm"},
+    ),
+    Family(
+        model_type="seed_oss",
+        settings=_geometry(
+            head_dim=128,
+            attention_bias=True,
+            attention_out_bias=False,
+            mlp_bias=False,
+            bos_token_id=0,
+            eos_token_id=2,
+        ),
+        biases={"qkv": "attention_bias", "out": "attention_out_bias", "mlp": "mlp_bias"},
+    ),
+    Family(
+        model_type="helium",
+        settings=_geometry(
+            head_dim=128,
+            rms_norm_eps=1e-8,
+            attention_bias=False,
+            mlp_bias=False,
+            **_ONE_TWO,
+        ),
+        biases={"qkv": "attention_bias", "mlp": "mlp_bias"},
+        theta=100000.0,
+        interleaved=True,
+    ),
+    Family(
+        model_type="internlm3",
+        settings=_geometry(qkv_bias=False, bias=False, bos_token_id=1, eos_token_id=2),
+        biases={"qkv": "qkv_bias", "out": "bias", "mlp": "bias"},
+    ),
+    Family(
+        model_type="arcee",
+        settings=_geometry(
+            rms_norm_eps=1e-5, attention_bias=False, mlp_bias=False, bos_token_id=128000, eos_token_id=128001
+        )
+        | {"hidden_act": "relu2"},
+        fields={"gated_mlp": False},
+        biases={**_ATTENTION_BIAS, "mlp": "mlp_bias"},
+    ),
+    Family(
+        model_type="ministral3",
+        settings=_geometry(head_dim=None, rms_norm_eps=1e-5, sliding_window=None, rope_parameters=REQUIRED, **_ONE_TWO),
+        windows="all",
+        theta=1000000.0,
+    ),
+    Family(
+        model_type="mixtral",
+        settings=_geometry(
+            rms_norm_eps=1e-5,
+            sliding_window=None,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            num_key_value_heads=8,
+            **_ONE_TWO,
+        ),
+        fields={"experts": ("num_local_experts", "num_experts_per_tok", "intermediate_size", True)},
+        windows="all",
+        theta=1000000.0,
+        names={
+            "mlp.router": "block_sparse_moe.gate",
+            "mlp.gate.experts": "block_sparse_moe.experts.{}.w1",
+            "mlp.up.experts": "block_sparse_moe.experts.{}.w3",
+            "mlp.down.experts": "block_sparse_moe.experts.{}.w2",
+        },
+    ),
+    Family(
+        model_type="qwen2_moe",
+        settings=_geometry(
+            "head_dim",
+            **_WINDOW_SWITCH,
+            num_experts=60,
+            num_experts_per_tok=4,
+            moe_intermediate_size=1408,
+            shared_expert_intermediate_size=5632,
+            norm_topk_prob=False,
+            decoder_sparse_step=1,
+            mlp_only_layers=None,
             qkv_bias=True,
-            fixed={**_FIXED, "attention_bias": True},
-            windows="from",
         ),
-        Family(
-            model_type="qwen3",
-            settings={
-                **_GEOMETRY,
-                "num_key_value_heads": REQUIRED,
-                "head_dim": 128,
-                "attention_bias": False,
-                **_WINDOW_SWITCH,
-            },
-            qk_norm=True,
-            windows="from",
+        fields={"experts": ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")},
+        biases={"qkv": "qkv_bias"},
+        windows="switch-odd",
+        names=_EXPERTS,
+    ),
+    Family(
+        model_type="qwen3_moe",
+        settings=_geometry(
+            use_sliding_window=False,
+            sliding_window=4096,
+            max_window_layers=None,
+            attention_bias=False,
+            num_experts=None,
+            num_local_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+            norm_topk_prob=False,
+            decoder_sparse_step=1,
+            mlp_only_layers=None,
+            num_key_value_heads=4,
         ),
-    )
-}
-
-# Settings that say nothing about the numbers of a forward pass in evaluation mode.
-_HARMLESS = frozenset(
-    [
-        "architectures",
-        "attention_dropout",
-        "auto_map",
-        "bad_words_ids",
-        "chunk_size_feed_forward",
-        "dtype",
-        "finetuning_task",
-        "hidden_dropout",
-        "id2label",
-        "initializer_range",
-        "is_llama_config",
-        "label2id",
-        "model_type",
-        "name_or_path",
-        "_name_or_path",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "pretraining_tp",
-        "problem_type",
-        "return_dict",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers.js_config",
-        "transformers_version",
-        "unk_token_id",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_cache",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "attn_implementation",
-    ]
+        fields={
+            "qk_norm": "rms-head",
+            "experts": ("num_experts|num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+        },
+        biases=_ATTENTION_BIAS,
+        windows="switch-all",
+        names=_EXPERTS,
+    ),
+    Family(
+        model_type="olmoe",
+        settings=_geometry(
+            "head_dim",
+            rms_norm_eps=1e-5,
+            attention_bias=False,
+            num_experts=64,
+            num_experts_per_tok=8,
+            norm_topk_prob=False,
+            eos_token_id=50279,
+        ),
+        fixed={"clip_qkv": None},
+        fields={
+            "qk_norm": "rms-width",
+            "experts": ("num_experts", "num_experts_per_tok", "intermediate_size", "norm_topk_prob"),
+        },
+        biases=_ATTENTION_BIAS,
+        names=_EXPERTS,
+    ),
 )
-_ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-_ROPE_HARMLESS = ("rope_type", "type", "rope_theta", "finetuned")
-
-
-def read_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
-    """The content of a config.json, read by its family.
-
-    where: the file's name, for messages.
-    Raises CheckpointError: unknown model_type, missing or unknown setting, geometry that does not fit together.
-    """
-    model_type = raw.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        raise CheckpointError(
-            f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
-        )
-    for key, value in raw.items():
-        if key in family.fixed and value is not None and value != family.fixed[key]:
-            raise CheckpointError(f"{where}: {key} is {value!r}; allowed for {model_type}: {family.fixed[key]!r}")
-        if key in family.settings or key in family.fixed or key in _HARMLESS or value is None or value is False:
-            continue
-        raise CheckpointError(f"{where}: setting {key!r} = {str(value)[:80]!r} is not understood for {model_type}")
-    got = {key: raw.get(key, default) for key, default in family.settings.items()}
-    missing = [
-        key for key, value in got.items() if value is REQUIRED or (value is None and family.settings[key] is REQUIRED)
-    ]
-    if missing:
-        raise CheckpointError(f"{where}: {', '.join(missing)} missing")
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
-        if got[key] is not None and (not isinstance(got[key], int) or isinstance(got[key], bool) or got[key] < 1):
-            raise CheckpointError(f"{where}: {key} is {got[key]!r}, must be a positive integer")
-        if got[key] is not None and got[key] > LARGEST.get(key, 2**31):
-            raise CheckpointError(f"{where}: {key} is {got[key]}, allowed: up to {LARGEST.get(key, 2**31)}")
-    if got["hidden_act"] != "silu":
-        raise CheckpointError(f"{where}: hidden_act {got['hidden_act']!r} is not supported; allowed: 'silu'")
-    for key, default in family.settings.items():
-        if default is False and got[key] is not None and not isinstance(got[key], bool):
-            raise CheckpointError(f"{where}: {key} is {got[key]!r}, must be true or false")
-    bos = got["bos_token_id"]
-    if bos is not None and not _is_token_id(bos):
-        raise CheckpointError(f"{where}: bos_token_id is {bos!r}, must be a token id or null")
-    heads, kv_heads = got["num_attention_heads"], got["num_key_value_heads"] or got["num_attention_heads"]
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-        )
-    if got["head_dim"] is None and got["hidden_size"] % heads:
-        raise CheckpointError(f"{where}: hidden_size {got['hidden_size']} / num_attention_heads {heads} is no head_dim")
-    head_dim = got["head_dim"] or got["hidden_size"] // heads
-    if head_dim % 2:
-        raise CheckpointError(f"{where}: head_dim {head_dim} is odd; a rotated head has an even size")
-    eps = got["rms_norm_eps"]
-    if not _is_positive(eps):
-        raise CheckpointError(f"{where}: rms_norm_eps is {eps!r}, must be a positive number")
-    return DecoderConfig(
-        family=family.model_type,
-        vocab_size=got["vocab_size"],
-        hidden_size=got["hidden_size"],
-        intermediate_size=got["intermediate_size"],
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        norm_eps=float(eps),
-        max_position=got["max_position_embeddings"],
-        windows=_windows(family, got, where),
-        rope=_rope(got, head_dim, where),
-        bos_token_id=got["bos_token_id"],
-        eos_token_ids=token_ids(got["eos_token_id"], f"{where}: eos_token_id"),
-        qkv_bias=family.qkv_bias or bool(got.get("attention_bias")),
-        out_bias=bool(got.get("attention_bias")),
-        mlp_bias=bool(got.get("mlp_bias")),
-        qk_norm=family.qk_norm,
-        tied_head=bool(got["tie_word_embeddings"]),
-    )
-
-
-def token_ids(value: Any, where: str) -> tuple[int, ...]:
-    """A token id setting: null, an id, or a list of ids. Raises CheckpointError for anything else."""
-    ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not all(map(_is_token_id, ids)):
-        raise CheckpointError(f"{where} is {value!r}, must be a token id or a list of them")
-    return ids
-
-
-def _is_token_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_positive(value: Any) -> bool:
-    """A finite number above 0; JSON as Python reads it may hold Infinity and NaN."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
-def _windows(family: Family, got: Mapping[str, Any], where: str) -> tuple[int | None, ...]:
-    """Window of each layer. null and 0 mean none: a window of 0 would let no query see anything."""
-    layers: int = got["num_hidden_layers"]
-    kinds, known = got.get("layer_types"), ("full_attention", "sliding_attention")
-    if kinds is not None and not (
-        isinstance(kinds, list) and len(kinds) == layers and all(kind in known for kind in kinds)
-    ):
-        raise CheckpointError(f"{where}: layer_types {str(kinds)[:80]} must be {layers} of {', '.join(known)}")
-    window: int | None = got.get("sliding_window") or None
-    if family.windows == "none" or window is None or (family.windows == "from" and not got["use_sliding_window"]):
-        return (None,) * layers
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise CheckpointError(f"{where}: sliding_window is {window!r}, must be a positive integer or null")
-    if family.windows == "all":
-        return (window,) * layers
-    if kinds is not None:
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    first = got["max_window_layers"]
-    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-        raise CheckpointError(f"{where}: max_window_layers is {first!r}, must be a number of layers")
-    return tuple(window if i >= first else None for i in range(layers))
-
-
-def _rope(got: Mapping[str, Any], head_dim: int, where: str) -> RopeConfig:
-    """Rotary settings, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`."""
-    for key in ("rope_scaling", "rope_parameters"):
-        if got[key] is not None and not isinstance(got[key], dict):
-            raise CheckpointError(f"{where}: {key} is {got[key]!r}, must be an object or null")
-    given = {**(got["rope_scaling"] or {}), **(got["rope_parameters"] or {})}
-    kind = given.get("rope_type", given.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
-        raise CheckpointError(f"{where}: rope type {kind!r} is not supported; supported: {', '.join(_ROPE_KEYS)}")
-    keys = _ROPE_KEYS[kind]
-    for key, value in given.items():
-        if key == "partial_rotary_factor" and value == 1.0:
-            continue
-        if key not in keys and key not in _ROPE_HARMLESS and value is not None:
-            raise CheckpointError(f"{where}: rope setting {key!r} = {value!r} is not understood for rope type {kind!r}")
-    values: dict[str, Any] = {key: given.get(key) for key in keys}
-    thetas = (given.get("rope_theta"), got["rope_theta"], 10000.0)
-    values["rope_theta"] = next(theta for theta in thetas if theta is not None)
-    for key, value in values.items():
-        if not _is_positive(value):
-            raise CheckpointError(f"{where}: rope setting {key!r} is {value!r}, must be a positive number")
-    return RopeConfig(
-        type=kind,
-        theta=float(values["rope_theta"]),
-        rotary_dim=head_dim,
-        factor=values.get("factor"),
-        low_freq_factor=values.get("low_freq_factor"),
-        high_freq_factor=values.get("high_freq_factor"),
-        original_max_position=values.get("original_max_position_embeddings"),
-    )
-
-
-@dataclass(frozen=True)
-class TensorName:
-    """One tensor of a decoder, and what it is called in each kind of checkpoint."""
-
-    decoder: str  # a parameter's name in decoder.Decoder
-    hf: str
-    gguf: str
-    transposed: bool = False  # the decoder keeps (in, out) where checkpoints keep (out, in)
-
-
-_LINEARS = (
-    ("attention.q", "self_attn.q_proj", "attn_q"),
-    ("attention.k", "self_attn.k_proj", "attn_k"),
-    ("attention.v", "self_attn.v_proj", "attn_v"),
-    ("attention.out", "self_attn.o_proj", "attn_output"),
-    ("mlp.gate", "mlp.gate_proj", "ffn_gate"),
-    ("mlp.up", "mlp.up_proj", "ffn_up"),
-    ("mlp.down", "mlp.down_proj", "ffn_down"),
-)
-
-
-def tensor_names(config: DecoderConfig) -> Iterator[TensorName]:
-    """Every tensor that a checkpoint of this config must hold, in the order in which the decoder uses them.
-
-    A tied head has none of its own.
-    """
-    yield TensorName("embedding.weight", "model.embed_tokens.weight", "token_embd.weight")
-    biased = {"q": config.qkv_bias, "k": config.qkv_bias, "v": config.qkv_bias, "out": config.out_bias}
-    for i in range(config.num_layers):
-        ours, hf, gguf = f"layers.{i}", f"model.layers.{i}", f"blk.{i}"
-        yield TensorName(f"{ours}.attention_norm.weight", f"{hf}.input_layernorm.weight", f"{gguf}.attn_norm.weight")
-        for name, hf_name, gguf_name in _LINEARS:
-            yield TensorName(f"{ours}.{name}.weight", f"{hf}.{hf_name}.weight", f"{gguf}.{gguf_name}.weight", True)
-            if biased.get(name.split(".")[1], config.mlp_bias):
-                yield TensorName(f"{ours}.{name}.bias", f"{hf}.{hf_name}.bias", f"{gguf}.{gguf_name}.bias")
-        if config.qk_norm:
-            for x in "qk":
-                yield TensorName(
-                    f"{ours}.attention.{x}_norm.weight",
-                    f"{hf}.self_attn.{x}_norm.weight",
-                    f"{gguf}.attn_{x}_norm.weight",
-                )
-        yield TensorName(f"{ours}.mlp_norm.weight", f"{hf}.post_attention_layernorm.weight", f"{gguf}.ffn_norm.weight")
-    yield TensorName("head.norm.weight", "model.norm.weight", "output_norm.weight")
-    if not config.tied_head:
-        yield TensorName("head.weight", "lm_head.weight", "output.weight", True)
-
-
-def expected_shape(name: str, config: DecoderConfig) -> tuple[int, ...]:
-    """Shape of a decoder tensor in a checkpoint, (out, in) for a linear weight."""
-    hidden, width = config.hidden_size, config.intermediate_size
-    queries, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    part = name.split(".", 2)[2] if name.startswith("layers.") else name
-    shapes: dict[str, tuple[int, ...]] = {
-        "embedding.weight": (config.vocab_size, hidden),
-        "head.weight": (config.vocab_size, hidden),
-        "attention.q.weight": (queries, hidden),
-        "attention.k.weight": (kv, hidden),
-        "attention.v.weight": (kv, hidden),
-        "attention.out.weight": (hidden, queries),
-        "mlp.gate.weight": (width, hidden),
-        "mlp.up.weight": (width, hidden),
-        "mlp.down.weight": (hidden, width),
-        "attention.q_norm.weight": (config.head_dim,),
-        "attention.k_norm.weight": (config.head_dim,),
-    }
-    if part.endswith(".bias"):
-        return shapes[part.removesuffix("bias") + "weight"][:1]
-    return shapes.get(part, (hidden,))
+FAMILIES: Mapping[str, Family] = {row.model_type: row for row in _ROWS}

@@ -1,10 +1,10 @@
-"""The parts of a static decoder: norm, rotary embedding, attention over a fixed number of slots, MLP.
+"""The parts of a static decoder: linear maps, norms, attention over a fixed number of slots, MLP, mixture of experts.
 
 Plain torch with every shape a constant, and only operations that become ONNX nodes which NPU compilers take: no rank
-above 4, no rsqrt, no Where. Knows no checkpoint, no ONNX and no family: a part is built from numbers.
+above 4, no rsqrt, no Where. Knows no checkpoint, no ONNX and no family.
 
 Shapes: c rows of one run, C key slots of one layer, H hidden size, N query heads, K key/value heads, g = N / K,
-D head dimension, R rotary dimension.
+D head dimension, R rotary dimension, E experts of width W.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from rollkv.models.config import RopeConfig
+from rollkv.models.config import DecoderConfig, ExpertsConfig, LayerConfig
+from rollkv.models.rope import rotate
 
 # kv_layout -> slot axis of keys, slot axis of values
 SLOT_AXES = {"bskd": (1, 1), "bksd": (2, 2), "bksd-kt": (3, 2)}
@@ -47,64 +48,43 @@ class RMSNorm(nn.Module):
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.eps) * self.weight
 
 
-def inverse_frequencies(rope: RopeConfig) -> Tensor:
-    """Angle per position of each rotated pair, (R / 2,) float32.
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis (Ba et al. 2016, arXiv:1607.06450)."""
 
-    theta^(-2i / R) (Su et al. 2021, arXiv:2104.09864, section 3.2.2), divided by `factor` for type linear
-    (arXiv:2306.15595); for type llama3 divided only where the wavelength is long, with a linear ramp between the two
-    bounds (the Llama 3.1 release). In float32 step by step as transformers computes it: one unit in the last place is
-    an angle of 1e-2 at position 100,000.
-    """
-    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rope.rotary_dim
-    plain = 1.0 / (rope.theta**exponents)
-    if rope.type == "default":
-        return plain
-    assert rope.factor is not None
-    if rope.type == "linear":
-        return plain / rope.factor
-    assert rope.type == "llama3"
-    assert rope.low_freq_factor is not None
-    assert rope.high_freq_factor is not None
-    assert rope.original_max_position is not None
-    wavelength = 2 * math.pi / plain
-    ramp = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    blend = (1 - ramp) * plain / rope.factor + ramp * plain
-    long = wavelength > rope.original_max_position / rope.low_freq_factor
-    short = wavelength < rope.original_max_position / rope.high_freq_factor
-    return torch.where(long, plain / rope.factor, torch.where(short, plain, blend))
-
-
-def rope_tables(rope: RopeConfig, max_position: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of every angle, each (max_position, R / 2) float32; the angles are float32 products."""
-    angles = torch.arange(max_position, dtype=torch.float32)[:, None] * inverse_frequencies(rope)[None, :]
-    return angles.cos(), angles.sin()
-
-
-class Rope(nn.Module):
-    """Looks the rotation of each row's position up in tables that cover every position of the model."""
-
-    def __init__(self, rope: RopeConfig, max_position: int) -> None:
+    def __init__(self, shape: tuple[int, ...], eps: float, bias: bool) -> None:
+        """shape of the weight: (width,), or (heads, width) where each head has its own."""
         super().__init__()
-        self.cos = nn.Parameter(torch.empty(max_position, rope.rotary_dim // 2))
-        self.sin = nn.Parameter(torch.empty(max_position, rope.rotary_dim // 2))
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape)) if bias else None
+        self.eps = eps
 
-    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(1, c) -> cos and sin, (1, c, 1, R) each; the first half of sin is negated, see `rotate`."""
-        cos = nn.functional.embedding(position_ids, self.cos)  # (1, c, R / 2)
-        sin = nn.functional.embedding(position_ids, self.sin)
-        return torch.cat((cos, cos), -1).unsqueeze(2), torch.cat((-sin, sin), -1).unsqueeze(2)
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) -> (..., width)."""
+        x = x - x.mean(-1, keepdim=True)
+        y = x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.eps) * self.weight
+        return y if self.bias is None else y + self.bias
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (x[i], x[i + R / 2]) of x (1, c, heads, R).
+def make_norm(config: DecoderConfig) -> nn.Module:
+    """The norm of the residual stream."""
+    if config.norm == "rms":
+        return RMSNorm(config.hidden_size, config.norm_eps)
+    return LayerNorm((config.hidden_size,), config.norm_eps, bias=config.norm == "layer-bias")
 
-    [a, b] cos + [-b, a] sin is written as [a, b] cos + [b, a] [-sin, sin]: the sign is paid once a run, not per layer.
-    """
-    half = x.shape[-1] // 2
-    swapped = torch.cat((x.narrow(-1, half, half), x.narrow(-1, 0, half)), -1)
-    return x * cos + swapped * sin
+
+def _qk_norm(config: DecoderConfig, heads: int, head_dim: int) -> nn.Module | None:
+    """The norm of queries or keys: over each head (every head with the same weight, or its own), or over all of them."""
+    kind, eps = config.qk_norm, config.norm_eps
+    if kind is None:
+        return None
+    if kind == "rms-width":
+        return RMSNorm(heads * head_dim, eps)
+    if kind in ("rms-head", "rms-head-late"):
+        return RMSNorm(head_dim, eps)
+    if kind == "layer-head":
+        return LayerNorm((head_dim,), eps, bias=True)
+    assert kind == "layer-heads"
+    return LayerNorm((heads, head_dim), eps, bias=False)
 
 
 class Attention(nn.Module):
@@ -114,63 +94,96 @@ class Attention(nn.Module):
     what a row sees.
     """
 
-    def __init__(
-        self,
-        *,
-        hidden: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        qkv_bias: bool,
-        out_bias: bool,
-        qk_norm_eps: float | None,
-        kv_layout: str,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, kv_layout: str) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim, self.kv_layout = heads, kv_heads, head_dim, kv_layout
-        self.q = Linear(hidden, heads * head_dim, qkv_bias)
-        self.k = Linear(hidden, kv_heads * head_dim, qkv_bias)
-        self.v = Linear(hidden, kv_heads * head_dim, qkv_bias)
-        self.out = Linear(heads * head_dim, hidden, out_bias)
-        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
-        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        self.heads, self.kv_heads, self.head_dim, self.kv_layout = (
+            config.num_heads,
+            layer.kv_heads,
+            layer.head_dim,
+            kv_layout,
+        )
+        self.norm_kind, self.softcap = config.qk_norm, config.attention_softcap
+        self.scale = layer.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        bias = "qkv" in config.biases
+        self.q = Linear(config.hidden_size, self.heads * self.head_dim, bias)
+        self.k = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
+        self.v = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
+        self.out = Linear(self.heads * self.head_dim, config.hidden_size, "out" in config.biases)
+        self.q_norm = _qk_norm(config, self.heads, self.head_dim)
+        self.k_norm = _qk_norm(config, self.kv_heads, self.head_dim)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor
+        self, x: Tensor, rotation: tuple[Tensor, ...], mask: Tensor, past_key: Tensor, past_value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x (1, c, H), cos, sin (1, c, 1, D), mask (1, 1, c, C), past in kv_layout -> (1, c, H), new key and value."""
+        """x (1, c, H), rotation as from `Rope`, mask (1, 1, c, C), past in kv_layout -> (1, c, H), new key and value.
+
+        rotation: cos and sin (1, c, 1, R), perhaps a scale of the queries (1, c, 1, 1); empty: nothing turns.
+        """
         rows = x.shape[1]
-        group = self.heads // self.kv_heads
-        q = self.q(x).view(1, rows, self.heads, self.head_dim)
-        k = self.k(x).view(1, rows, self.kv_heads, self.head_dim)
+        q, k = self.q(x), self.k(x)
+        if self.norm_kind == "rms-width":
+            q, k = self._norm(q, k)
+        q = q.view(1, rows, self.heads, self.head_dim)
+        k = k.view(1, rows, self.kv_heads, self.head_dim)
         v = self.v(x).view(1, rows, self.kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-
-        if self.kv_layout == "bskd":
-            new_key, new_value = k, v  # (1, c, K, D)
-        else:
-            new_value = v.permute(0, 2, 1, 3)  # (1, K, c, D)
-            new_key = k.permute(0, 2, 1, 3) if self.kv_layout == "bksd" else k.permute(0, 2, 3, 1)
-        key_axis, value_axis = SLOT_AXES[self.kv_layout]
-        keys = _belt(past_key, new_key, key_axis)
-        values = _belt(past_value, new_value, value_axis)
-        slots = mask.shape[-1]
-        if self.kv_layout == "bskd":
-            keys, values = keys.permute(0, 2, 3, 1), values.permute(0, 2, 1, 3)
-        elif self.kv_layout == "bksd":
-            keys = keys.transpose(2, 3)
-        # keys (1, K, D, C), values (1, K, C, D)
-
-        q = q.view(rows, self.kv_heads, group, self.head_dim).permute(1, 2, 0, 3)  # (K, g, c, D)
-        q = q.reshape(1, self.kv_heads, group * rows, self.head_dim)
-        scores = (q @ keys) * self.head_dim**-0.5  # (1, K, g c, C)
-        scores = scores.view(self.kv_heads, group, rows, slots) + mask
-        weights = torch.softmax(scores, -1).view(1, self.kv_heads, group * rows, slots)
-        mixed = (weights @ values).view(self.kv_heads, group, rows, self.head_dim)
-        mixed = mixed.permute(2, 0, 1, 3).reshape(1, rows, self.heads * self.head_dim)
+        if self.norm_kind in ("rms-head", "layer-head", "layer-heads"):
+            q, k = self._norm(q, k)
+        if rotation:
+            q, k = rotate(q, *rotation[:2]), rotate(k, *rotation[:2])
+        if self.norm_kind == "rms-head-late":
+            q, k = self._norm(q, k)
+        if len(rotation) == 3:
+            q = q * rotation[2]
+        new_key, new_value = store(k, v, self.kv_layout)
+        keys, values = belts(past_key, new_key, past_value, new_value, self.kv_layout)
+        mixed = attend(q, keys, values, mask, self.scale, self.softcap)
         return self.out(mixed), new_key, new_value
+
+    def _norm(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        return self.q_norm(q), self.k_norm(k)
+
+
+def store(k: Tensor, v: Tensor, kv_layout: str) -> tuple[Tensor, Tensor]:
+    """Keys and values (1, c, K, D) in the layout of the cache."""
+    if kv_layout == "bskd":
+        return k, v
+    return k.permute(0, 2, 1, 3) if kv_layout == "bksd" else k.permute(0, 2, 3, 1), v.permute(0, 2, 1, 3)
+
+
+def belts(
+    past_key: Tensor, new_key: Tensor, past_value: Tensor, new_value: Tensor, kv_layout: str
+) -> tuple[Tensor, Tensor]:
+    """The last C keys, as (1, K, D, C), and values, as (1, K, C, D), of past and new ones in kv_layout."""
+    key_axis, value_axis = SLOT_AXES[kv_layout]
+    keys = _belt(past_key, new_key, key_axis)
+    values = _belt(past_value, new_value, value_axis)
+    if kv_layout == "bskd":
+        return keys.permute(0, 2, 3, 1), values.permute(0, 2, 1, 3)
+    return keys.transpose(2, 3) if kv_layout == "bksd" else keys, values
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """q (1, c, N, D), keys (1, K, D, C), values (1, K, C, D), mask (1, 1, c, C) -> (1, c, N D).
+
+    softmax(cap tanh(q k scale / cap) + mask) v; without a softcap softmax(q k scale + mask) v (Vaswani et al. 2017,
+    arXiv:1706.03762, eq. 1; softcap: Gemma 2, arXiv:2408.00118, section 2).
+    """
+    _, rows, heads, head_dim = q.shape
+    kv_heads, slots = keys.shape[1], keys.shape[3]
+    group = heads // kv_heads
+    q = q.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)  # (K, g, c, D)
+    q = q.reshape(1, kv_heads, group * rows, head_dim)
+    scores = q @ keys  # (1, K, g c, C)
+    if softcap is not None:
+        scores = torch.tanh(scores * (scale / softcap)) * softcap
+    elif scale != 1:
+        scores = scores * scale
+    scores = scores.view(kv_heads, group, rows, slots) + mask
+    weights = torch.softmax(scores, -1).view(1, kv_heads, group * rows, slots)
+    mixed = (weights @ values).view(kv_heads, group, rows, head_dim)
+    return mixed.permute(2, 0, 1, 3).reshape(1, rows, heads * head_dim)
 
 
 def _belt(past: Tensor, new: Tensor, axis: int) -> Tensor:
@@ -185,17 +198,78 @@ def _belt(past: Tensor, new: Tensor, axis: int) -> Tensor:
     return torch.cat((past.narrow(axis, rows, slots - rows), new), axis)
 
 
-class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
+def activate(x: Tensor, kind: str) -> Tensor:
+    """An activation by its name, see config.ACTIVATIONS.
 
-    def __init__(self, hidden: int, width: int, bias: bool) -> None:
+    gelu and its tanh form: Hendrycks & Gimpel 2016, arXiv:1606.08415; relu2 = max(x, 0)^2: arXiv:2109.08668.
+    """
+    if kind == "silu":
+        return x * torch.sigmoid(x)
+    if kind == "gelu":
+        return x * (torch.erf(x * math.sqrt(0.5)) + 1) * 0.5
+    if kind == "gelu-tanh":
+        return x * (torch.tanh((x * x * x * 0.044715 + x) * math.sqrt(2 / math.pi)) + 1) * 0.5
+    positive = torch.relu(x)
+    if kind == "relu":
+        return positive
+    assert kind == "relu2"
+    return positive * positive
+
+
+class MLP(nn.Module):
+    """down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202), or without a gate down(act(up(x)))."""
+
+    def __init__(self, config: DecoderConfig, width: int) -> None:
         super().__init__()
-        self.gate = Linear(hidden, width, bias)
-        self.up = Linear(hidden, width, bias)
-        self.down = Linear(width, hidden, bias)
+        bias = "mlp" in config.biases
+        self.activation = config.activation
+        self.gate = Linear(config.hidden_size, width, bias) if config.gated_mlp else None
+        self.up = Linear(config.hidden_size, width, bias)
+        self.down = Linear(width, config.hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(1, c, H) -> (1, c, H)."""
-        gate = self.gate(x)
-        out: Tensor = self.down(gate * torch.sigmoid(gate) * self.up(x))
+        if self.gate is None:
+            out: Tensor = self.down(activate(self.up(x), self.activation))
+        else:
+            out = self.down(activate(self.gate(x), self.activation) * self.up(x))
         return out
+
+
+class Experts(nn.Module):
+    """Mixture of experts with static routing: every expert is computed, and weighs 0 where it was not chosen.
+
+    All experts together are one wide MLP whose hidden values are weighted by expert before `down` adds them up; its
+    columns e W .. (e + 1) W - 1 are expert e. So a row costs count / top_k times the multiplications of a routed one.
+    Routing: softmax, then the top k (Fedus et al. 2021, arXiv:2101.03961; Jiang et al. 2024, arXiv:2401.04088).
+    """
+
+    def __init__(self, config: DecoderConfig, experts: ExpertsConfig) -> None:
+        super().__init__()
+        self.experts, self.activation = experts, config.activation
+        self.router = Linear(config.hidden_size, experts.count, False)
+        self.gate = Linear(config.hidden_size, experts.count * experts.width, False)
+        self.up = Linear(config.hidden_size, experts.count * experts.width, False)
+        self.down = Linear(experts.count * experts.width, config.hidden_size, False)
+        self.shared = MLP(config, experts.shared_width) if experts.shared_width else None
+        self.shared_gate = Linear(config.hidden_size, 1, False) if experts.shared_width else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(1, c, H) -> (1, c, H)."""
+        rows, count, width = x.shape[1], self.experts.count, self.experts.width
+        weights = self.route(x).view(1, rows, count, 1)
+        hidden = activate(self.gate(x), self.activation) * self.up(x)  # (1, c, E W)
+        hidden = hidden.view(1, rows, count, width) * weights
+        out: Tensor = self.down(hidden.view(1, rows, count * width))
+        if self.shared is not None and self.shared_gate is not None:
+            out = out + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
+        return out
+
+    def route(self, x: Tensor) -> Tensor:
+        """(1, c, H) -> weight of each expert (1, c, 1, E), 0 for those that are not among the top k."""
+        share = torch.softmax(self.router(x), -1)
+        top, index = torch.topk(share, self.experts.top_k, -1)  # (1, c, k)
+        if self.experts.normalise:
+            top = top / top.sum(-1, keepdim=True)
+        chosen = index.unsqueeze(-1) == torch.arange(self.experts.count, device=x.device)  # (1, c, k, E)
+        return top.unsqueeze(2) @ chosen.to(x.dtype)

@@ -71,7 +71,8 @@ class LayerInfo:
     window: int | None
     kv_heads: int
     head_dim: int
-    rope: str  # key into Manifest.rope
+    rope: str | None  # key into Manifest.rope; null: queries and keys do not turn
+    kv_from: int | None = None  # has no cache of its own: it reads that layer's keys and values
 
 
 @dataclass(frozen=True, kw_only=True)

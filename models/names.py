@@ -1,0 +1,251 @@
+"""What the tensors of a decoder are called in a checkpoint, and how each is made of what is stored there.
+
+The usual names are llama's; `families.py` says where a family's differ, and in which of the layouts below it stores a
+tensor. Knows no file format and no torch.
+
+Shapes: H hidden size, N query heads, K key/value heads, D head dimension, R rotary dimension, E experts of width W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollkv.models.config import CheckpointError, DecoderConfig, ExpertsConfig, LayerConfig
+from rollkv.models.families import FAMILIES, Source
+from rollkv.models.tensor_views import Joined, Picked, Plus, Stacked, grouped, half_order
+from rollkv.models.tensors import StoredTensor
+
+HF = {
+    "embedding": "model.embed_tokens",
+    "layers": "model.layers",
+    "head.norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+GGUF = {
+    "embedding": "token_embd",
+    "layers": "blk",
+    "head.norm": "output_norm",
+    "head": "output",
+    "attention_norm": "attn_norm",
+    "attention.q": "attn_q",
+    "attention.k": "attn_k",
+    "attention.v": "attn_v",
+    "attention.out": "attn_output",
+    "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm",
+    "mlp_norm": "ffn_norm",
+    "mlp.gate": "ffn_gate",
+    "mlp.up": "ffn_up",
+    "mlp.down": "ffn_down",
+}
+
+
+@dataclass(frozen=True)
+class TensorName:
+    """One parameter of the decoder, and the tensors of a checkpoint that it is made of."""
+
+    decoder: str  # in decoder.Decoder
+    stored: tuple[str, ...]
+    stored_shape: tuple[int, ...]  # of each of them
+    transposed: bool = False  # the decoder keeps (in, out) where the checkpoint keeps (out, in)
+    joined: int | None = None  # the axis along which several are joined
+    pick: NDArray[np.int64] | None = None  # which rows (columns for pick_axis 1) of the stored tensor, in order
+    pick_axis: int = 0
+    plus: float = 0.0  # added to every value
+
+    def assemble(self, found: Mapping[str, StoredTensor], where: str) -> StoredTensor:
+        """The tensor of this name out of those found. Raises CheckpointError: one is missing, or has another shape."""
+        parts = []
+        for name in self.stored:
+            if name not in found:
+                raise CheckpointError(f"{where}: tensor {name} is missing")
+            if found[name].shape != self.stored_shape:
+                raise CheckpointError(
+                    f"{where}: tensor {name} has shape {found[name].shape}, the config asks for {self.stored_shape}"
+                )
+            parts.append(found[name])
+        tensor: StoredTensor = parts[0]
+        if len(self.stored_shape) == 1 and self.joined is not None:
+            tensor = Stacked(tuple(parts))
+        elif self.joined is not None:
+            tensor = Joined(tuple(parts), self.joined)
+        if self.pick is not None:
+            tensor = Picked(tensor, self.pick, self.pick_axis)
+        return Plus(tensor, self.plus) if self.plus else tensor
+
+
+def tensor_names(config: DecoderConfig, column: str = "hf") -> Iterator[TensorName]:
+    """Every parameter that a checkpoint of this config must hold, in the order in which the decoder uses them.
+
+    column: "hf" or "gguf". A tied head has none of its own.
+    """
+    namer = _Namer(config, column)
+    hidden, vocab = config.hidden_size, config.vocab_size
+    yield namer.table("embedding", (vocab, hidden))
+    if config.learned_positions:
+        yield namer.table("positions", (config.max_position, hidden))
+    for i, layer in enumerate(config.layers):
+        ours, theirs = f"layers.{i}.", f"{namer.name('layers')}.{i}."
+        for tensor in namer.layer(layer):
+            yield replace(
+                tensor, decoder=ours + tensor.decoder, stored=tuple(theirs + name for name in tensor.stored)
+            )
+    yield from namer.norm("head.norm", (hidden,), config.norm == "layer-bias")
+    if not config.tied_head:
+        yield TensorName("head.weight", (f"{namer.name('head')}.weight",), (vocab, hidden), True)
+    if "head" in config.biases:
+        yield TensorName("head.bias", (f"{namer.name('head')}.bias",), (vocab,))
+
+
+def head_name(config: DecoderConfig, column: str = "hf") -> str:
+    """What a head that is not tied is called."""
+    return f"{_Namer(config, column).name('head')}.weight"
+
+
+class _Namer:
+    """The tensors of one config in one kind of checkpoint."""
+
+    def __init__(self, config: DecoderConfig, column: str) -> None:
+        family = FAMILIES[config.family]
+        self._config = config
+        self._names: dict[str, str | Source] = {**(HF if column == "hf" else GGUF)}
+        self._names |= family.names if column == "hf" else family.gguf or {}
+        self._plus = family.norm_plus if column == "hf" else 0.0  # llama.cpp's converter has added it
+        self._rotary = {rope.name: rope.rotary_dim if rope.interleaved else 0 for rope in config.ropes}
+
+    def name(self, part: str) -> str:
+        """The name of a part that is stored as it is."""
+        name = self._names[part]
+        assert isinstance(name, str), name
+        return name
+
+    def table(self, part: str, shape: tuple[int, ...]) -> TensorName:
+        """A lookup table."""
+        return TensorName(f"{part}.weight", (f"{self.name(part)}.weight",), shape)
+
+    def layer(self, layer: LayerConfig) -> Iterator[TensorName]:
+        """Every tensor of a layer, its names relative to it."""
+        config = self._config
+        norm = ((config.hidden_size,), config.norm == "layer-bias")
+        pre, post = config.order != "post", config.order in ("sandwich", "post")
+        queries, kv = config.num_heads * layer.head_dim, layer.kv_heads * layer.head_dim
+        if pre:
+            yield from self.norm("attention_norm", *norm)
+        sizes = {"q": queries, "k": kv, "v": kv}
+        for x in "qkv":
+            heads = config.num_heads if x == "q" else layer.kv_heads
+            order = None if x == "v" else self._half_order(layer, heads)
+            yield from self.linear(f"attention.{x}", config.hidden_size, sizes, x, "qkv" in config.biases, order)
+        yield from self.linear("attention.out", queries, {"": config.hidden_size}, "", "out" in config.biases)
+        if config.qk_norm is not None:
+            for x, heads in (("q", config.num_heads), ("k", layer.kv_heads)):
+                yield from self.qk_norm(f"attention.{x}_norm", heads, layer)
+        if post:
+            yield from self.norm("attention_post_norm", *norm)
+        if pre and config.order != "parallel":
+            yield from self.norm("mlp_norm", *norm)
+        if layer.experts:
+            assert config.experts is not None
+            yield from self.experts(config.experts)
+        else:
+            yield from self.mlp("mlp", layer.intermediate_size)
+        if post:
+            yield from self.norm("mlp_post_norm", *norm)
+
+    def norm(self, part: str, shape: tuple[int, ...], bias: bool) -> Iterator[TensorName]:
+        """A norm that is stored as it is."""
+        yield TensorName(f"{part}.weight", (f"{self.name(part)}.weight",), shape, plus=self._plus)
+        if bias:
+            yield TensorName(f"{part}.bias", (f"{self.name(part)}.bias",), shape)
+
+    def qk_norm(self, part: str, heads: int, layer: LayerConfig) -> Iterator[TensorName]:
+        """The norm of queries or keys: over all heads, over each with one weight, or with a weight for each."""
+        kind, head_dim, name = self._config.qk_norm, layer.head_dim, self._names[part]
+        if isinstance(name, Source):
+            assert name.layout == "per-head"
+            stored = tuple(f"{name.name.format(head)}.weight" for head in range(heads))
+            yield TensorName(f"{part}.weight", stored, (head_dim,), joined=0, plus=self._plus)
+            return
+        shapes = {"rms-width": (heads * head_dim,), "layer-heads": (heads, head_dim)}
+        tensors = list(self.norm(part, shapes.get(str(kind), (head_dim,)), kind == "layer-head"))
+        order = self._half_order(layer, heads if kind == "rms-width" else 1)
+        yield from (replace(tensor, pick=order, pick_axis=len(tensor.stored_shape) - 1) for tensor in tensors)
+
+    def mlp(self, part: str, width: int) -> Iterator[TensorName]:
+        """An MLP."""
+        hidden, bias = self._config.hidden_size, "mlp" in self._config.biases
+        both = {"gate": width, "up": width}
+        if self._config.gated_mlp:
+            yield from self.linear(f"{part}.gate", hidden, both, "gate", bias)
+        yield from self.linear(f"{part}.up", hidden, both, "up", bias)
+        yield from self.linear(f"{part}.down", width, {"": hidden}, "", bias)
+
+    def experts(self, experts: ExpertsConfig) -> Iterator[TensorName]:
+        """A mixture of experts: the tensors of all experts joined, see `layers.Experts`."""
+        hidden, width = self._config.hidden_size, experts.width
+        yield from self.linear("mlp.router", hidden, {"": experts.count}, "", False)
+        for leaf, shape, axis in (("gate", (width, hidden), 0), ("up", (width, hidden), 0), ("down", (hidden, width), 1)):
+            pattern = self.name(f"mlp.{leaf}.experts")
+            stored = tuple(f"{pattern.format(e)}.weight" for e in range(experts.count))
+            yield TensorName(f"mlp.{leaf}.weight", stored, shape, True, joined=axis)
+        if experts.shared_width:
+            shared = self.name("mlp.shared")
+            for tensor in self.mlp("mlp.shared", experts.shared_width):
+                leaf = tensor.decoder.removeprefix("mlp.shared.")
+                name = self.name(f"mlp.{leaf.partition('.')[0]}").removeprefix("mlp.")
+                yield replace(tensor, stored=(f"{shared}.{name}.weight",))
+            yield from self.linear("mlp.shared_gate", hidden, {"": 1}, "", False)
+
+    def linear(
+        self,
+        part: str,
+        width: int,
+        sizes: Mapping[str, int],
+        which: str,
+        bias: bool,
+        order: NDArray[np.int64] | None = None,
+    ) -> Iterator[TensorName]:
+        """A linear map of `width` to sizes[which].
+
+        sizes: of all maps that a fused tensor holds one behind the other. order: in which the decoder keeps its rows.
+        """
+        source = self._names.get(part, self._names.get(part.replace("mlp.shared.", "mlp.")))
+        assert source is not None, part
+        name, layout = (source, "plain") if isinstance(source, str) else (source.name, source.layout)
+        rows, pick = sizes[which], order
+        if layout in ("qkv", "conv-qkv", "gate-up"):
+            start = sum(list(sizes.values())[: list(sizes).index(which)])
+            pick = start + (np.arange(rows) if order is None else order)
+            rows = sum(sizes.values())
+        elif layout == "qkv-by-head":
+            heads = self._config.num_heads
+            pick = grouped(heads, 3, "qkv".index(which), rows // heads)
+            pick = pick if order is None else pick[order]
+            rows = sum(sizes.values())
+        by_column = layout.startswith("conv")
+        shape = (width, rows) if by_column else (rows, width)
+        yield TensorName(
+            f"{part}.weight", (f"{name}.weight",), shape, not by_column, pick=pick, pick_axis=int(by_column)
+        )
+        if bias:
+            yield TensorName(f"{part}.bias", (f"{name}.bias",), (rows,), pick=pick)
+
+    def _half_order(self, layer: LayerConfig, heads: int) -> NDArray[np.int64] | None:
+        """The order of rows that turns interleaved pairs into halves, or None when they are halves already."""
+        rotary = self._rotary.get(layer.rope or "", 0)
+        return half_order(heads, layer.head_dim, rotary) if rotary else None
