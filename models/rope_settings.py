@@ -203,7 +203,7 @@ def _type(settings: Mapping[str, Any]) -> Any:
 
 
 def _yarn_scaling(numbers: Mapping[str, float], given: _Settings, factor: float) -> float:
-    """Of cos and sin: 0.1 ln(factor) + 1 (Peng et al. 2023, arXiv:2309.00071, eq. 22).
+    """Of cos and sin: 0.1 ln(factor) + 1 (Peng et al. 2023, arXiv:2309.00071).
 
     `mscale` and `mscale_all_dim` together make it a quotient of two such terms, the logarithm of each weighted
     (DeepSeek-V2); `attention_factor` goes before both. Of an mscale of 0 or alone nothing is taken, as in transformers.
