@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import signal
 import sys
@@ -44,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
         required=True,
         help="folder to write; a bundle that is there is replaced at the end",
     )
+    export.add_argument("--lora", metavar="FOLDER", help="PEFT LoRA adapter to merge into the weights")
     export.add_argument(
         "-L", "--max-lm-input-len", metavar="L", type=int, help="longest prompt in tokens (default 1024)"
     )
@@ -85,6 +87,9 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--reference", metavar="MODEL", help="the checkpoint (default: the preset or hub id that the manifest names)"
     )
+    verify.add_argument(
+        "--lora", metavar="FOLDER", help="the adapter that was merged, which the reference needs peft for"
+    )
     output = verify.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print the report as JSON")
     output.add_argument("--json-out", metavar="FILE", help="write the report as JSON to a file, besides the table")
@@ -105,7 +110,7 @@ def export_command(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     output = Path(options.output)
     check_output(output)
-    checkpoint = open_checkpoint(options.model, progress.line)
+    checkpoint = open_checkpoint(options.model, progress.line, _folder(options.lora))
     chosen = resolve(
         checkpoint.config,
         max_lm_input_len=options.max_lm_input_len,
@@ -163,6 +168,10 @@ def verify_command(options: argparse.Namespace) -> int:
         raise UsageError(f"--json-out {options.json_out}: no such folder")
     if options.json_out and Path(options.json_out).is_dir():
         raise UsageError(f"--json-out {options.json_out}: is a folder")
+    if options.lora is not None and importlib.util.find_spec("peft") is None:
+        raise UsageError(
+            f"--lora {options.lora}: the reference merges it with peft, which is missing: pip install peft"
+        )
     source = bundle.manifest.source
     model = options.reference
     if model is None:
@@ -173,7 +182,8 @@ def verify_command(options: argparse.Namespace) -> int:
     from rollkv.models.checkpoint import open_checkpoint
 
     progress = _Progress("verify")
-    report = verify_bundle(bundle, open_checkpoint(model, progress.line), progress.line)
+    checkpoint = open_checkpoint(model, progress.line, _folder(options.lora))
+    report = verify_bundle(bundle, checkpoint, progress.line)
     if options.json:
         print(json.dumps(report.to_dict(), indent=2, allow_nan=False))
     else:
@@ -185,6 +195,10 @@ def verify_command(options: argparse.Namespace) -> int:
     if report.fault:
         print(f"rollkv: verification failed: {report.fault}", file=sys.stderr)
     return 1 if report.fault else 0
+
+
+def _folder(lora: str | None) -> Path | None:
+    return None if lora is None else Path(lora)
 
 
 def _print_report(report: Any) -> None:

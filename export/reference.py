@@ -42,7 +42,10 @@ class Trail:
 
 
 class Reference:
-    """transformers' model of the checkpoint, in float32 with eager attention, its weights read by transformers."""
+    """transformers' model of the checkpoint, in float32 with eager attention, its weights read by transformers.
+
+    An adapter is loaded and merged by peft.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         from transformers import AutoModelForCausalLM
@@ -60,6 +63,13 @@ class Reference:
                 local_files_only=True,
                 **file,
             ).eval()
+        if checkpoint.lora is not None:
+            from peft import PeftModel
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute that transformers renames
+                adapted = PeftModel.from_pretrained(self._model, str(checkpoint.lora), torch_device="cpu")
+            self._model = adapted.merge_and_unload().eval()
         self._windows = checkpoint.config.windows
 
     @torch.no_grad()

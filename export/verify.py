@@ -111,7 +111,7 @@ def verify_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: Callable[[st
     if checkpoint.sha256() != m.source.sha256:
         raise ReferenceMismatch(
             f"{checkpoint.path}: not the checkpoint of this bundle, which was made from {m.source.id!r} (sha256 "
-            f"{m.source.sha256[:12]}...); pass that one with --reference"
+            f"{m.source.sha256[:12]}...); pass that one with --reference, or the --lora folder that belongs to it"
         )
     report = Report(str(bundle.path), m.source.id)
     progress("manifest, graph files, weights, hashes")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,10 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollkv.models.config import CheckpointError, DecoderConfig
+from rollkv.models.hf_files import open_safetensors, read_json
+from rollkv.models.lora import Lora, open_lora
 from rollkv.models.names import head_name, tensor_names
 from rollkv.models.presets import PRESETS, cache_folder, fetch_preset, hash_file
 from rollkv.models.settings import read_config, token_ids
-from rollkv.models.tensors import StoredTensor, refuse_lfs_pointer
+from rollkv.models.tensors import StoredTensor
 
 if TYPE_CHECKING:
     from rollkv.models.decoder import Decoder
@@ -34,7 +35,6 @@ _RECOMPUTED = re.compile(
     r"(model|gpt_neox)\.layers\.\d+\.(self_attn|attention)\.rotary_emb\.inv_freq|rope_freqs\.weight"
     r"|(gpt_neox\.layers|transformer\.h)\.\d+\.(attention|attn)\.(bias|masked_bias)"
 )
-_FLOATS = ("F32", "F16", "BF16", "F64")
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class Checkpoint:
     weights: tuple[Weight, ...]
     text: Mapping[str, bytes]  # tokenizer and generation files by name
     files: tuple[Path, ...]  # whose content decides the numbers
+    lora: Path | None = None  # folder of the adapter that is merged into the weights
 
     def sha256(self) -> str:
         """Hash over the config and weight files: of a single file its own, else of the files' hashes in order."""
@@ -84,26 +85,40 @@ class Checkpoint:
         return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-def open_checkpoint(model: str, report: Callable[[str], None] = lambda line: None) -> Checkpoint:
+def open_checkpoint(
+    model: str, report: Callable[[str], None] = lambda line: None, lora: Path | None = None
+) -> Checkpoint:
     """A preset's name, a Hugging Face folder, a .gguf file or a hub id, opened.
 
-    report: is told of downloads, a line each.
+    report: is told of downloads, and of text files of an adapter that are not used, a line each.
+    lora: folder of a PEFT LoRA adapter; its update is added to the weights as they are read. Folder and hub id only.
     Raises CheckpointError: no such model, a file that is missing, damaged or of another model, unknown settings.
     """
     if model in PRESETS:
+        _refuse_lora(lora, model)
         return replace(_open_gguf(fetch_preset(model, cache_folder(), report)), kind="preset", id=model)
     path = Path(model)
     with _readable(model):
-        if model and path.is_dir():
-            return _open_folder(path)
         if path.is_file():
+            _refuse_lora(lora, model)
             return _open_gguf(path)
+        adapter = None if lora is None else open_lora(lora)
+        if model and path.is_dir():
+            return _open_folder(path, adapter, report)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.endswith(".gguf") and not model.startswith("."):
-        return replace(_open_folder(_hub_folder(model)), kind="hub", id=model)
+        return replace(_open_folder(_hub_folder(model), adapter, report), kind="hub", id=model)
     raise CheckpointError(
         f"no such model: {model!r}; give a preset ({', '.join(PRESETS)}), a Hugging Face folder, a .gguf file "
         "or a hub id"
     )
+
+
+def _refuse_lora(lora: Path | None, model: str) -> None:
+    if lora is not None:
+        raise CheckpointError(
+            f"--lora {lora}: {model} is a GGUF file; an adapter can be merged into a Hugging Face folder or hub id of "
+            "the same model"
+        )
 
 
 def load_decoder(decoder: Decoder, checkpoint: Checkpoint, slots: int) -> None:
@@ -121,23 +136,28 @@ def load_decoder(decoder: Decoder, checkpoint: Checkpoint, slots: int) -> None:
     assert not parameters, f"never filled: {sorted(parameters)}"
 
 
-def _open_folder(folder: Path) -> Checkpoint:
+def _open_folder(folder: Path, lora: Lora | None, report: Callable[[str], None]) -> Checkpoint:
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise CheckpointError(f"{folder}: no config.json in this folder, so it is no Hugging Face checkpoint")
-    raw = _read_json(config_file)
+    raw = read_json(config_file)
     config = read_config(raw, str(config_file))
     shards = _shards(folder)
     found: dict[str, StoredTensor] = {}
     for shard, names in shards.items():
-        held = _open_safetensors(shard)
+        held = open_safetensors(shard)
         for name in sorted(names - held.keys()):
             raise CheckpointError(f"{shard}: tensor {name} should be in this shard and is not; is it of another model?")
         for name in sorted(held.keys() & found.keys()):
             other = next(file.name for file, listed in shards.items() if name in listed)
             raise CheckpointError(f"{shard}: tensor {name} is in another shard too ({other})")
         found.update(held)
+    if lora is not None:
+        found = lora.apply(found, tied_rows=config.vocab_size if config.tied_head else None)
     text = {name: (folder / name).read_bytes() for name in TEXT_FILES if (folder / name).is_file()}
+    for name in TEXT_FILES:
+        if lora and (lora.folder / name).is_file() and (lora.folder / name).read_bytes() != text.get(name):
+            report(f"{lora.folder / name} differs from the checkpoint's; the checkpoint's goes into the bundle")
     config = replace(config, eos_token_ids=_all_eos(config, text, folder))
     _check_tokenizer(text, folder)
     return Checkpoint(
@@ -147,7 +167,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         config=config,
         weights=_weights(config, found, "hf", str(folder)),
         text=text,
-        files=(config_file, *shards),
+        files=(config_file, *shards, *(lora.files if lora else ())),
+        lora=lora.folder if lora else None,
     )
 
 
@@ -198,43 +219,11 @@ def _equal(a: StoredTensor, b: StoredTensor) -> bool:
     )
 
 
-class _SafeTensor:
-    """One tensor of a safetensors file. The file stays mapped while its tensors live."""
-
-    def __init__(self, file: Any, name: str, where: str) -> None:
-        self._slice = file.get_slice(name)
-        self.shape: tuple[int, ...] = tuple(self._slice.get_shape())
-        if self._slice.get_dtype() not in _FLOATS:
-            raise CheckpointError(
-                f"{where}: tensor {name} is {self._slice.get_dtype()}; allowed: {', '.join(_FLOATS)} "
-                "(a quantised checkpoint must be dequantised first)"
-            )
-
-    def read(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Rows start .. stop - 1, float32."""
-        return np.asarray(self._slice[start:stop]).astype(np.float32, copy=False)
-
-
-def _open_safetensors(path: Path) -> dict[str, StoredTensor]:
-    import ml_dtypes  # noqa: F401  (gives NumPy the bfloat16 that safetensors then returns)
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        raise CheckpointError(f"{path}: this shard is missing")
-    refuse_lfs_pointer(path)
-    try:
-        file = safe_open(path, framework="np")
-        names: list[str] = file.keys()  # type: ignore[no-untyped-call]
-        return {name: _SafeTensor(file, name, str(path)) for name in names}
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: damaged or cut short: {error}") from None
-
-
 def _shards(folder: Path) -> dict[Path, set[str]]:
     """Weight files of a folder in order, with the tensors that the index says each holds."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if index.is_file():
-        where = _read_json(index).get("weight_map")
+        where = read_json(index).get("weight_map")
         if not isinstance(where, dict) or not where or not all(isinstance(v, str) for v in where.values()):
             raise CheckpointError(f"{index}: no weight_map of tensor names to files")
         for name in where.values():
@@ -263,11 +252,11 @@ def _all_eos(config: DecoderConfig, text: Mapping[str, bytes], folder: Path) -> 
     ids = list(config.eos_token_ids)
     if "generation_config.json" in text:
         file = folder / "generation_config.json"
-        ids += token_ids(_read_json(file).get("eos_token_id"), f"{file}: eos_token_id")
+        ids += token_ids(read_json(file).get("eos_token_id"), f"{file}: eos_token_id")
     if "tokenizer_config.json" in text and "tokenizer.json" in text:
-        token = _read_json(folder / "tokenizer_config.json").get("eos_token")
+        token = read_json(folder / "tokenizer_config.json").get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
-        tokenizer = _read_json(folder / "tokenizer.json")
+        tokenizer = read_json(folder / "tokenizer.json")
         known = _token_table(tokenizer, folder / "tokenizer.json")
         if isinstance(token, str) and token in known:
             ids += token_ids(known[token], f"{folder / 'tokenizer.json'}: the id of {token!r}")
@@ -305,16 +294,6 @@ def _hub_folder(model: str) -> Path:
             f"hub id {model!r} cannot be had ({type(error).__name__}: {said[0][:160]}); offline, pass a Hugging Face "
             f"folder, a .gguf file or a preset ({', '.join(PRESETS)})"
         ) from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return value
 
 
 @contextlib.contextmanager

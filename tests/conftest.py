@@ -78,13 +78,13 @@ def make_checkpoint(folder: Path, name: str, **more: Any) -> Path:
     return folder
 
 
-def export(checkpoint: Path, output: Path, **settings: Any) -> Bundle:
+def export(checkpoint: Path, output: Path, lora: Path | None = None, **settings: Any) -> Bundle:
     """Export in this process; L, c, C and more by the names of `signature.resolve`."""
     from rollkv.export.pipeline import export_bundle
     from rollkv.export.signature import resolve
     from rollkv.models.checkpoint import open_checkpoint
 
-    opened = open_checkpoint(str(checkpoint))
+    opened = open_checkpoint(str(checkpoint), lora=lora)
     lengths = {"max_lm_input_len": 40, "chunk_size": 8, "max_kvcache_len": 48}
     export_bundle(opened, resolve(opened.config, **{**lengths, **settings}), output, lambda *_: None)
     return open_bundle(output)
