@@ -100,6 +100,22 @@ class Joined:
 
 
 @dataclass(frozen=True, eq=False)
+class Stacked:
+    """Vectors of one length as the rows of a matrix."""
+
+    vectors: tuple[StoredTensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(how many vectors, their length)."""
+        return (len(self.vectors), *self.vectors[0].shape)
+
+    def read(self, start: int, stop: int) -> Block:
+        """Rows start .. stop - 1: (stop - start, length)."""
+        return np.stack([vector.read(0, vector.shape[0]) for vector in self.vectors[start:stop]])
+
+
+@dataclass(frozen=True, eq=False)
 class Plus:
     """Every value plus a number, added in float32."""
 

@@ -20,6 +20,12 @@ class PromptError(ValueError):
     exit_code = 2
 
 
+class LimitError(ValueError):
+    """The cache or the model's positions are used up."""
+
+    exit_code = 2
+
+
 @dataclass(frozen=True)
 class Run:
     """One run of a graph: `rows` rows, of which the first `pads` are pads."""
@@ -49,23 +55,62 @@ def pad_left(ids: Sequence[int], c: int, pad_id: int = 0) -> tuple[NDArray[np.in
     return padded, real
 
 
-def truncate(ids: Sequence[int], limit: int, how: str = "left", keep_head: int | None = None) -> tuple[list[int], int]:
-    """Cut ids to at most `limit` tokens; returns what is kept, and how many were cut.
+def truncate(
+    ids: Sequence[int],
+    limit: int,
+    how: str = "left",
+    keep_head: int | None = None,
+    protect: tuple[int, int] | None = None,
+) -> tuple[list[int], int]:
+    """Cut ids to at most `limit` tokens, as `kept_ranges` says; returns what is kept, and how many were cut."""
+    kept = [token for start, stop in kept_ranges(len(ids), limit, how, keep_head, protect) for token in ids[start:stop]]
+    return kept, len(ids) - len(kept)
 
-    how: "left" keeps the last `limit`; "middle" keeps the first `keep_head` (limit // 4 if None) and the tail;
-    "none" cuts nothing. Raises PromptError when "none" does not fit or keep_head is not in 0 .. limit - 1.
+
+def kept_ranges(
+    n: int, limit: int, how: str = "left", keep_head: int | None = None, protect: tuple[int, int] | None = None
+) -> list[tuple[int, int]]:
+    """Which of n tokens a truncation to `limit` keeps, as ranges (start, stop): ids, embeds, positions are cut alike.
+
+    how: "left" keeps the last `limit`; "middle" keeps the first `keep_head` and the tail; "none" cuts nothing.
+    protect: (start, stop) of tokens that must all be kept, such as an image's; "none" ignores it. keep_head is
+    limit // 4 if None, or `stop` where the protected tokens would be cut with that and fit with this.
+    Raises PromptError when "none" does not fit, keep_head is not in 0 .. limit - 1, or a protected token would be cut.
     """
-    n = len(ids)
     if how not in ("none", "left", "middle"):
         raise PromptError(f"truncation {how!r} is unknown; allowed: none, left, middle")
     if keep_head is not None and not 0 <= keep_head < limit:
         raise PromptError(f"keep_head is {keep_head}, allowed: 0 .. {limit - 1}")
+    if protect is not None and how != "none" and not 0 <= protect[0] < protect[1]:
+        raise PromptError(f"protect is {protect[0]}:{protect[1]}, allowed: start:stop with 0 <= start < stop")
     if n <= limit:
-        return list(ids), 0
+        return [(0, n)]
     if how == "none":
         raise PromptError(f"the prompt has {n} tokens, allowed are {limit}")
     head = 0 if how == "left" else limit // 4 if keep_head is None else keep_head
-    return [*ids[:head], *ids[n - (limit - head) :]], n - limit
+    if protect is not None:
+        start, stop = protect
+        if stop > n:
+            raise PromptError(f"protect is {start}:{stop}, the prompt has {n} tokens")
+        if stop > head and start < n - (limit - head):  # neither inside the head nor inside the tail
+            if how == "left" or keep_head is not None or stop >= limit:
+                raise PromptError(_cut_span(n, limit, how, head, start, stop))
+            head = stop  # above limit // 4, else the span were inside the head
+    return [(0, head), (n - (limit - head), n)] if head else [(n - limit, n)]
+
+
+def _cut_span(n: int, limit: int, how: str, head: int, start: int, stop: int) -> str:
+    """What to say when the tokens start .. stop - 1 would be cut."""
+    kept = f"the last {limit}" if not head else f"the first {head} and the last {limit - head}"
+    cures = ["a larger -L"]
+    if stop < limit:
+        cures.insert(0, f"truncation middle with keep_head of at least {stop}")
+    elif start >= n - limit:
+        cures.insert(0, f"truncation middle with keep_head of at most {start - (n - limit)}")
+    return (
+        f"the protected tokens {start}:{stop} cannot be kept whole: the prompt has {n} tokens, L = {limit}, and "
+        f"truncation {how} keeps {kept}; choose {', or '.join(cures)}"
+    )
 
 
 def run_positions(past: int, pads: int, rows: int) -> NDArray[np.int64]:
@@ -89,3 +134,27 @@ def plan_runs(n: int, past: int, c: int, kv_len: int) -> list[Run]:
     else:
         first = [Run(1, 0)] * rest
     return first + [Run(c, 0)] * (n // c)
+
+
+def three_part_positions(n: int, images: Sequence[tuple[int, int, int, int]], start: int = 0) -> NDArray[np.int64]:
+    """Rotary positions (3, n) of n tokens of text and images: time, height, width (Qwen2-VL, arXiv 2409.12191, 2.1).
+
+    images: (index of its first token, t, h, w) of each, in order; its t * h * w tokens stand in this order, so a grid
+    is counted in tokens, after the vision tower merged its patches. start: position of the first token.
+    Text counts up on all three. Token (i, j, k) of an image that starts at position s has (s + i, s + j, s + k), and
+    what follows goes on at s + max(t, h, w). Raises PromptError for an image outside of the n tokens or in another.
+    """
+    positions = np.empty((3, n), np.int64)
+    at, following = 0, start  # tokens done; position of the next
+    for index, t, h, w in images:
+        size = t * h * w
+        if min(t, h, w) < 1 or index < at or index + size > n:
+            raise PromptError(
+                f"image of {t} x {h} x {w} tokens at index {index}: allowed are sizes from 1 on, within {at}:{n}"
+            )
+        positions[:, at:index] = np.arange(following, following + index - at)
+        following += index - at
+        positions[:, index : index + size] = following + np.indices((t, h, w)).reshape(3, -1)
+        at, following = index + size, following + max(t, h, w)
+    positions[:, at:] = np.arange(following, following + n - at)
+    return positions

@@ -76,7 +76,7 @@ def add_commands(commands: Any) -> None:
     info = commands.add_parser("info", help="say what a bundle holds", description="Say what a bundle holds.")
     info.add_argument("bundle", metavar="BUNDLE", help="folder that `rollkv export` wrote")
     info.add_argument("--json", action="store_true", help="the manifest, as JSON")
-    info.set_defaults(main=info_command)
+    info.set_defaults(main=_info)
 
 
 def run_commands(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
@@ -147,8 +147,7 @@ def run_command(options: argparse.Namespace) -> int:
 
 def chat_command(options: argparse.Namespace) -> int:
     """`rollkv chat`."""
-    from rollkv.runtime.align import PromptError
-    from rollkv.runtime.session import LimitError
+    from rollkv.runtime.align import LimitError, PromptError
     from rollkv.runtime.text import Chat, TextError
 
     with contextlib.suppress(ImportError):
@@ -190,39 +189,10 @@ def chat_command(options: argparse.Namespace) -> int:
         messages.append({"role": "assistant", "content": "".join(pieces)})
 
 
-def info_command(options: argparse.Namespace) -> int:
-    """`rollkv info`."""
-    from rollkv.runtime.bundle import open_bundle
+def _info(options: argparse.Namespace) -> int:
+    from rollkv.runtime.info import info_command
 
-    bundle = open_bundle(options.bundle)
-    m = bundle.manifest
-    if options.json:
-        print(m.to_json(), end="")
-        return 0
-    cache = sum(_bytes(v.shape, v.dtype) for v in m.graphs[0].inputs if v.role in ("past_key", "past_value"))
-    windows = sorted({layer.window for layer in m.layers if layer.window is not None})
-    rows = [
-        (
-            "model",
-            f"{m.source.id} ({m.source.family}), {len(m.layers)} layers, H = {m.hidden_size}, V = {m.vocab_size}",
-        ),
-        (
-            "lengths",
-            f"L = {m.max_lm_input_len} prompt tokens, c = {m.chunk_size} rows a run, C = {m.max_kvcache_len} slots",
-        ),
-        ("positions", f"{m.max_position}" + (f", windows {windows}" if windows else "")),
-        ("cache", f"{m.kv_layout}, {m.dtype}, {cache / 2**20:.1f} MiB"),
-        ("mask", f"0 visible, {m.mask_value:g} hidden"),
-        ("EOS ids", ", ".join(map(str, m.eos_token_ids)) or "none"),
-        *(
-            ("graph", f"{g.file}: {g.role}, {g.rows} rows, logits of {g.head}, opset {g.opset}, IR {g.ir_version}")
-            for g in m.graphs
-        ),
-        ("weights", f"{m.weights.file}: {m.files[m.weights.file].size / 2**20:.1f} MiB"),
-    ]
-    for name, text in rows:
-        print(f"{name:10} {text}")
-    return 0
+    return info_command(options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -271,7 +241,13 @@ def _add_generation(parser: argparse.ArgumentParser) -> None:
         "--keep-head",
         metavar="N",
         type=_number(int, 0),
-        help="tokens that --truncate middle keeps at the head (default L // 4)",
+        help="tokens that --truncate middle keeps at the head (default L // 4, or more for --protect)",
+    )
+    parser.add_argument(
+        "--protect",
+        metavar="A:B",
+        type=_span,
+        help="tokens A .. B - 1 of the prompt that truncation must keep; it is refused where it cannot",
     )
     parser.add_argument(
         "--on-limit",
@@ -305,11 +281,20 @@ def _number(kind: Callable[[str], int], least: int, most: int | None = None) -> 
     return read
 
 
+def _span(text: str) -> tuple[int, int]:
+    start, _, stop = text.partition(":")
+    if not (start.isdecimal() and stop.isdecimal() and int(start) < int(stop)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no span; allowed: A:B, whole numbers with A < B")
+    return int(start), int(stop)
+
+
 def _generation_options(options: argparse.Namespace) -> dict[str, Any]:
     from rollkv.runtime.sampling import SamplingError, SamplingOptions
 
     if options.keep_head is not None and options.truncate != "middle":
         raise UsageError("--keep-head goes with --truncate middle")
+    if options.protect is not None and options.truncate == "none":
+        raise UsageError("--protect goes with --truncate left or middle")
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     try:
         sampling = SamplingOptions(**{name: getattr(options, name) for name in names})
@@ -321,6 +306,7 @@ def _generation_options(options: argparse.Namespace) -> dict[str, Any]:
         "sampling": sampling,
         "truncate": options.truncate,
         "keep_head": options.keep_head,
+        "protect": options.protect,
         "on_limit": options.on_limit,
     }
 
@@ -354,13 +340,6 @@ def _remark(reply: Reply) -> None:
         )
     if reply.finish_reason == "length":
         print(f"rollkv: ended by length after {reply.generated_tokens} tokens", file=sys.stderr)
-
-
-def _bytes(shape: Sequence[int], dtype: str) -> int:
-    count = 2 if dtype == "float16" else 4
-    for size in shape:
-        count *= size
-    return count
 
 
 def _describe(error: OSError) -> str:

@@ -71,11 +71,12 @@ def penalize_repetition(logits: NDArray[Any], seen: Sequence[int], penalty: floa
     """Divide positive logits of seen tokens by `penalty`, multiply negative ones by it.
 
     However often a token was seen, it is penalised once (CTRL, Keskar et al. 2019, section 4.1, with the sign rule
-    that is usual since). A result beyond float32 stays at its largest finite number. Raises `SamplingError` when a
-    seen id lies outside the vocabulary.
+    that is usual since). A result beyond float32 stays at its largest finite number. -1 stands for a token without an
+    id, such as a piece of an image, and is left out. Raises `SamplingError` for another id outside the vocabulary.
     """
     out = logits.astype(np.float32)  # (V,)
     ids = np.unique(np.fromiter(seen, dtype=np.int64))
+    ids = ids[ids != -1]
     if ids.size == 0:
         return out
     if ids[0] < 0 or ids[-1] >= out.size:
@@ -162,8 +163,8 @@ class Sampler:
         """The next token id.
 
         `logits` is (V,), of any floating type, and is not changed. `seen` holds the ids so far, prompt included, in
-        any order; only the repetition penalty reads it. Raises `NonFiniteLogits`, and `SamplingError` for a wrong
-        shape or type or a seen id that has no logit.
+        any order, -1 for a token without one; only the repetition penalty reads it. Raises `NonFiniteLogits`, and
+        `SamplingError` for a wrong shape or type or a seen id that has no logit.
         """
         if logits.ndim != 1 or logits.size == 0 or not np.issubdtype(logits.dtype, np.floating):
             raise SamplingError(

@@ -1,36 +1,34 @@
-"""One sequence of tokens through a bundle: chunked prefill, decode, generate. Token ids only.
+"""One sequence of tokens through a bundle: chunked prefill, decode, generate. Token ids or embeddings, no text.
 
-The driver reads what each graph takes from the manifest, never from file names, and computes nothing itself: ids,
-positions and masks come from `align.py` and `mask.py`, the cache from `cache.py`, the graph runs in a `Backend`.
+The driver reads what each graph takes from the manifest, never from file names, and computes nothing itself: new
+tokens are checked in `prompt.py`, positions and masks come from `align.py` and `mask.py`, rows of embedding tables from
+`embedding.py`, the cache from `cache.py`, the graph runs in a `Backend`.
 
-P is `Session.position`, the number of real tokens that went through; L, c and C as in the manifest.
+P is `Session.position`, the number of real tokens that went through; L, c, C and H as in the contract.
 """
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from rollkv.runtime.align import PromptError, Run, plan_runs, run_positions, truncate
+from rollkv.runtime.align import LimitError, PromptError, Run, kept_ranges, plan_runs, run_positions
 from rollkv.runtime.backend import Array, Backend, OrtBackend
 from rollkv.runtime.bundle import SLOT_AXES, Bundle, GraphInfo, Manifest, open_bundle
 from rollkv.runtime.cache import RollingBuffer, default_slack
+from rollkv.runtime.embedding import EmbeddingTable
 from rollkv.runtime.mask import run_mask
+from rollkv.runtime.prompt import Prompt, read_prompt
 from rollkv.runtime.sampling import Sampler, SamplingOptions
 
 ON_LIMIT = ("stop", "roll")
 DEFAULT_NEW_TOKENS = 256
 
-
-class LimitError(ValueError):
-    """The cache or the model's positions are used up."""
-
-    exit_code = 2
+__all__ = ["DEFAULT_NEW_TOKENS", "ON_LIMIT", "Generation", "LimitError", "Session"]
 
 
 class Session:
@@ -60,7 +58,14 @@ class Session:
                 axis = key_axis if value.role == "past_key" else value_axis
                 slack = default_slack(self._prefill.rows, value.shape[axis])
                 self._caches[value.name] = RollingBuffer(tuple(value.shape), axis, value.dtype, slack)
+        roles = {value.role for value in self._decode.inputs}
+        self._tables = {
+            role: EmbeddingTable(self.bundle.path / table.file, table)
+            for role, table in (("embeds", m.embedding), ("per_layer_inputs", m.per_layer_embedding))
+            if role in roles and table is not None
+        }
         self._tokens: list[int] = []
+        self._rotary = 0  # rotary position of the next token: P, unless a caller gave others
 
     @property
     def manifest(self) -> Manifest:
@@ -69,114 +74,145 @@ class Session:
 
     @property
     def tokens(self) -> list[int]:
-        """Ids that went through since the last reset, in order."""
+        """Ids that went through since the last reset, in order; -1 for one that came as an embedding alone."""
         return list(self._tokens)
 
     @property
     def position(self) -> int:
-        """P, the number of those ids: the position of the next token."""
+        """P, the number of those tokens: the position of the next one, which masks go by."""
         return len(self._tokens)
 
     def reset(self) -> None:
         """Forget every token; every slot of the cache is zero."""
         self._tokens.clear()
+        self._rotary = 0
         for cache in self._caches.values():
             cache.reset()
 
+    def lookup(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """The embeddings (n, H) of ids, for a caller who puts others among them. They belong to the caller.
+
+        Raises PromptError: an id outside of the vocabulary, or graphs that take ids.
+        """
+        if "embeds" not in self._tables:
+            raise PromptError("the graphs of this bundle take ids and hold the embeddings; export with --input embeds")
+        return self._tables["embeds"].rows(read_prompt(self.manifest, ids).ids)
+
     def prefill(
-        self, ids: Sequence[int], *, truncate: str = "none", keep_head: int | None = None, on_limit: str = "stop"
+        self,
+        ids: Sequence[int] | None = None,
+        *,
+        embeds: ArrayLike | None = None,
+        positions: ArrayLike | None = None,
+        truncate: str = "none",
+        keep_head: int | None = None,
+        protect: tuple[int, int] | None = None,
+        on_limit: str = "stop",
     ) -> NDArray[np.floating]:
         """Take new tokens after those that went through; the logits (V,) of the last one.
 
-        truncate, keep_head: what to do with more than L tokens, see `align.truncate`; a warning says what was cut.
-        on_limit: "stop" refuses to forget a token, "roll" forgets the oldest.
-        Raises PromptError: no token, an id outside of the vocabulary, more than L tokens without a truncation.
-        Raises LimitError: the tokens do not fit and on_limit is "stop", or the model has no such position.
+        embeds: (n, H) floats instead of ids, for a bundle whose graphs take embeddings: what the decoder's first layer
+        sees, so with the model's scale of embeddings. With both, ids are for what needs ids: `tokens`, and per-layer
+        inputs, which a bundle that has them must be given.
+        positions: (3, n), the rotary positions of the new tokens in a bundle of three-part positions, see
+        `align.three_part_positions`; later tokens go on after the largest. None: the next ones, the same on all three.
+        truncate, keep_head, protect: what to do with more than L tokens, see `align.kept_ranges`; a warning says what
+        was cut. on_limit: "stop" refuses to forget a token, "roll" forgets the oldest.
+        Raises PromptError: no token, an id outside of the vocabulary, more than L tokens without a truncation, and as
+        `prompt.read_prompt`. Raises LimitError: the tokens do not fit and on_limit is "stop", or the model has no such
+        position.
         """
-        kept, cut = self._admit(ids, truncate, keep_head, on_limit)
+        prompt = read_prompt(self.manifest, ids, embeds, positions)
+        kept, cut = self._admit(prompt, truncate, keep_head, protect, on_limit)
         if cut:
-            warnings.warn(f"the prompt was cut from {len(kept) + cut} to {len(kept)} tokens", stacklevel=2)
+            warnings.warn(f"the prompt was cut from {len(prompt)} to {len(kept)} tokens", stacklevel=2)
         return self._take(kept).copy()
 
     def decode(self, token: int, *, on_limit: str = "stop") -> NDArray[np.floating]:
         """Take one token; the logits (V,) that follow it. Raises as `prefill`."""
-        kept, _ = self._admit([token], "none", None, on_limit)
+        kept, _ = self._admit(read_prompt(self.manifest, [token]), "none", None, None, on_limit)
         return self._step(self._decode, Run(1, 0), kept).copy()
 
     def generate(
         self,
-        ids: Sequence[int],
+        ids: Sequence[int] | None = None,
         *,
+        embeds: ArrayLike | None = None,
+        positions: ArrayLike | None = None,
         max_new_tokens: int | None = None,
         sampling: SamplingOptions | None = None,
         truncate: str = "none",
         keep_head: int | None = None,
+        protect: tuple[int, int] | None = None,
         on_limit: str = "stop",
         ignore_eos: bool = False,
     ) -> Generation:
-        """Take new tokens and generate more: an iterator over token ids, see `Generation`.
+        """Take new tokens, given as to `prefill`, and generate more: an iterator over token ids, see `Generation`.
 
         max_new_tokens: at most 256 by default. The prompt is checked now (raises as `prefill`), and runs when the
         first token is asked for.
         """
         if max_new_tokens is not None and max_new_tokens < 1:
             raise PromptError(f"max_new_tokens is {max_new_tokens}, must be at least 1")
-        kept, cut = self._admit(ids, truncate, keep_head, on_limit)
+        prompt = read_prompt(self.manifest, ids, embeds, positions)
+        kept, cut = self._admit(prompt, truncate, keep_head, protect, on_limit)
         sampler = Sampler(sampling or SamplingOptions())
         limit = DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
         return Generation(self, kept, cut, limit, sampler, on_limit, ignore_eos)
 
     def room(self, on_limit: str = "stop") -> int:
-        """How many more tokens can be taken: until C for "stop", until the model's last position for "roll"."""
-        m = self.manifest
-        return (m.max_kvcache_len if on_limit == "stop" else m.max_position) - self.position
+        """How many more tokens can be taken: until C for "stop", until the model's last position for "roll" too."""
+        positions = self.manifest.max_position - self._rotary
+        return min(self.manifest.max_kvcache_len - self.position, positions) if on_limit == "stop" else positions
 
-    def _admit(self, ids: Sequence[int], how: str, keep_head: int | None, on_limit: str) -> tuple[list[int], int]:
-        """The ids that will run, and how many were cut; nothing has run when this raises."""
-        m = self.manifest
+    def _admit(
+        self, prompt: Prompt, how: str, keep_head: int | None, protect: tuple[int, int] | None, on_limit: str
+    ) -> tuple[Prompt, int]:
+        """What of the prompt will run, and how many tokens were cut; nothing has run when this raises."""
+        m, n = self.manifest, len(prompt)
         if on_limit not in ON_LIMIT:
             raise PromptError(f"on_limit {on_limit!r} is unknown; allowed: {', '.join(ON_LIMIT)}")
-        try:
-            ids = [operator.index(i) for i in ids]
-        except TypeError:
-            raise PromptError(f"token ids must be whole numbers, got {type(ids).__name__} {str(ids)[:40]!r}") from None
-        if not ids:
-            raise PromptError("empty prompt: there is no token to run")
-        for index, token in enumerate(ids):
-            if not 0 <= token < m.vocab_size:
-                raise PromptError(
-                    f"id {token} at index {index} is not in the vocabulary, allowed: 0 .. {m.vocab_size - 1}"
-                )
-        if how == "none" and len(ids) > m.max_lm_input_len and on_limit == "stop":
+        if how == "none" and n > m.max_lm_input_len and on_limit == "stop":
             raise PromptError(
-                f"the prompt has {len(ids)} tokens, more than L = {m.max_lm_input_len} (C = {m.max_kvcache_len}); "
+                f"the prompt has {n} tokens, more than L = {m.max_lm_input_len} (C = {m.max_kvcache_len}); "
                 "choose a truncation (left, middle), on-limit roll, or export with a larger -L"
             )
-        kept, cut = (ids, 0) if how == "none" else truncate(ids, m.max_lm_input_len, how, keep_head)
-        if len(kept) > self.room(on_limit):
-            kind, bound = ("C", m.max_kvcache_len) if on_limit == "stop" else ("the model's positions", m.max_position)
+        limit = n if how == "none" else m.max_lm_input_len
+        ranges = kept_ranges(n, limit, how, keep_head if how != "none" else None, protect)
+        kept = prompt if ranges == [(0, n)] else prompt.keep(ranges)
+        past, new = self.position, len(kept)
+        if on_limit == "stop" and past + new > m.max_kvcache_len:
             raise LimitError(
-                f"{len(kept)} tokens after {self.position} others pass {kind} = {bound}; reset the session"
-                + (", or choose on-limit roll to forget the oldest" if on_limit == "stop" else "")
+                f"{new} tokens after {past} others pass C = {m.max_kvcache_len}; reset the session, or choose on-limit "
+                "roll to forget the oldest"
             )
-        return kept, cut
+        if kept.positions is None and self._rotary + new > m.max_position:
+            turned = "" if self._rotary == past else f" (rotary position {self._rotary})"
+            raise LimitError(
+                f"{new} tokens after {past} others{turned} pass the model's positions = {m.max_position}; reset the "
+                "session"
+            )
+        return kept, n - new
 
-    def _take(self, ids: Sequence[int]) -> Array:
-        """Run every id; the last logits, in the backend's memory."""
-        m = self.manifest
+    def _take(self, prompt: Prompt) -> Array:
+        """Run every token; the last logits, in the backend's memory."""
+        m, positions = self.manifest, prompt.positions
+        ends = None if positions is None else np.maximum.accumulate(positions.max(axis=0)) + 1  # (n,)
         at, logits = 0, None
-        for run in plan_runs(len(ids), self.position, self._prefill.rows, m.max_kvcache_len):
+        for run in plan_runs(len(prompt), self.position, self._prefill.rows, m.max_kvcache_len):
             graph = self._prefill if run.rows == self._prefill.rows else self._decode
-            count = run.rows - run.pads
-            logits = self._step(graph, run, ids[at : at + count])
-            at += count
+            start, at = at, at + run.rows - run.pads
+            logits = self._step(graph, run, prompt.part(start, at), None if ends is None else int(ends[at - 1]))
         assert logits is not None
-        assert at == len(ids)
+        assert at == len(prompt)
         return logits
 
-    def _step(self, graph: GraphInfo, run: Run, ids: Sequence[int]) -> Array:
-        """One run of one graph and the roll after it; the logits (V,) of its last row, in the backend's memory."""
-        outputs = self.backend.run(graph, self.feeds(graph, run, ids))
+    def _step(self, graph: GraphInfo, run: Run, prompt: Prompt, rotary: int | None = None) -> Array:
+        """One run of one graph and the roll after it; the logits (V,) of its last row, in the backend's memory.
+
+        rotary: the rotary position after it; by default the next one.
+        """
+        outputs = self.backend.run(graph, self._feeds(graph, run, prompt))
         logits: Array | None = None
         for value in graph.outputs:
             if value.role == "logits":
@@ -184,7 +220,8 @@ class Session:
         try:
             for past, new in self.manifest.kv_pairs:
                 self._caches[past].roll(outputs[new], run.pads)
-            self._tokens += ids
+            self._rotary = self._rotary + len(prompt) if rotary is None else rotary
+            self._tokens += prompt.ids
         except BaseException:  # Ctrl-C between two layers: they would be a token apart
             self.reset()
             raise
@@ -193,17 +230,30 @@ class Session:
 
     def feeds(self, graph: GraphInfo, run: Run, ids: Sequence[int]) -> dict[str, Array]:
         """Every input of `graph` for a run of `ids` after the tokens so far. Caches are views of the live buffers."""
+        return self._feeds(graph, run, Prompt(list(ids)))
+
+    def _feeds(self, graph: GraphInfo, run: Run, prompt: Prompt) -> dict[str, Array]:
         m = self.manifest
         feeds: dict[str, Array] = {}
         for value in graph.inputs:
             if value.role in ("past_key", "past_value"):
                 feeds[value.name] = self._caches[value.name].window()
-            elif value.role == "ids":
-                padded = np.zeros((1, run.rows), value.dtype)
-                padded[0, run.pads :] = ids
+            elif value.role in ("ids", "embeds", "per_layer_inputs"):
+                padded = np.zeros(value.shape, value.dtype)  # pads: id 0, rows of zeros
+                if value.role == "ids":
+                    padded[0, run.pads :] = prompt.ids
+                elif value.role == "embeds" and prompt.embeds is not None:
+                    padded[0, run.pads :] = prompt.embeds
+                else:
+                    padded[0, run.pads :] = self._tables[value.role].rows(prompt.ids)
                 feeds[value.name] = padded
             elif value.role == "position_ids":
-                feeds[value.name] = run_positions(self.position, run.pads, run.rows).astype(value.dtype)[None]
+                rotary = np.zeros(value.shape, value.dtype)  # (1, rows) or (3, 1, rows)
+                if prompt.positions is None:
+                    rotary[...] = run_positions(self._rotary, run.pads, run.rows)
+                else:
+                    rotary[:, 0, run.pads :] = prompt.positions
+                feeds[value.name] = rotary
             else:
                 assert value.role in ("attention_mask", "sliding_attention_mask"), value
                 window = None
@@ -226,7 +276,7 @@ class Generation(Iterator[int]):
     def __init__(
         self,
         session: Session,
-        ids: list[int],
+        prompt: Prompt,
         truncated: int,
         max_new_tokens: int,
         sampler: Sampler,
@@ -234,10 +284,10 @@ class Generation(Iterator[int]):
         ignore_eos: bool,
     ) -> None:
         self.finish_reason: str | None = None
-        self.prompt_tokens = len(ids)
+        self.prompt_tokens = len(prompt)
         self.truncated = truncated
         self.generated: list[int] = []
-        self._session, self._ids, self._sampler = session, ids, sampler
+        self._session, self._prompt, self._sampler = session, prompt, sampler
         self._at = session.position  # P when the next id is asked for
         self._max, self._on_limit = max_new_tokens, on_limit
         self._eos = frozenset() if ignore_eos else frozenset(session.manifest.eos_token_ids)
@@ -266,9 +316,9 @@ class Generation(Iterator[int]):
             self.finish_reason = "length"
             return None
         if self.generated:
-            logits = session._step(session._decode, Run(1, 0), self.generated[-1:])
+            logits = session._step(session._decode, Run(1, 0), Prompt(self.generated[-1:]))
         else:
-            logits = session._take(self._ids)
+            logits = session._take(self._prompt)
         token = self._sampler.pick(logits, session._tokens)
         if token in self._eos:
             self.finish_reason = "stop"

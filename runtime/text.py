@@ -255,6 +255,7 @@ class TokenSession(Protocol):
         sampling: SamplingOptions | None = None,
         truncate: str = "none",
         keep_head: int | None = None,
+        protect: tuple[int, int] | None = None,
         on_limit: str = "stop",
     ) -> _Generation:
         """Go on after `tokens` with these new ids; the result yields the generated ones, EOS left out."""
@@ -319,7 +320,7 @@ class Chat:
     Every call gives the whole conversation or prompt. What the session has already seen of it is not run again: if
     the session's tokens are a proper prefix of the new ids only the rest is sent, otherwise the session is reset. (The
     last token of an answer was never fed back, so it is part of the rest.) `options` are those of the session's
-    `generate`.
+    `generate`; a span in `protect` counts tokens of the whole conversation or prompt.
     """
 
     def __init__(self, session: TokenSession) -> None:
@@ -349,4 +350,7 @@ class Chat:
                 f"{what} has {len(ids)} tokens; allowed: at most L = {limit} (C = {slots} cache slots), "
                 "unless --truncate left or middle, or --on-limit roll, is given"
             )
-        return Reply(self.session, ids, stream, options, start_anew=len(ids) > limit and truncates)
+        start_anew = len(ids) > limit and truncates
+        if not start_anew:  # nothing is cut, and after a known prefix the span would count from another token
+            options = {name: value for name, value in options.items() if name != "protect"}
+        return Reply(self.session, ids, stream, options, start_anew)

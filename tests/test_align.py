@@ -1,6 +1,16 @@
+import numpy as np
 import pytest
 
-from rollkv.runtime.align import PromptError, Run, aligned_length, pad_left, plan_runs, run_positions, truncate
+from rollkv.runtime.align import (
+    PromptError,
+    Run,
+    aligned_length,
+    pad_left,
+    plan_runs,
+    run_positions,
+    three_part_positions,
+    truncate,
+)
 
 
 def test_five_tokens_in_chunks_of_four_written_out():
@@ -94,3 +104,57 @@ def test_one_token_is_left_of_a_limit_of_one():
 def test_a_truncation_that_cannot_be_is_refused(arguments, message):
     with pytest.raises(PromptError, match=message):
         truncate(*arguments)
+
+
+# Three-part positions
+
+
+def test_the_positions_of_text_an_image_and_text_written_out():
+    want = [
+        [3, 4, 5, 5, 5, 5, 5, 5, 8, 9],
+        [3, 4, 5, 5, 5, 6, 6, 6, 8, 9],
+        [3, 4, 5, 6, 7, 5, 6, 7, 8, 9],
+    ]
+    assert three_part_positions(10, [(2, 1, 2, 3)], start=3).tolist() == want
+    assert three_part_positions(3, [], start=7).tolist() == [[7, 8, 9]] * 3
+    assert three_part_positions(0, []).shape == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("n", "images"),
+    [
+        (20, [(3, 1, 2, 3), (11, 1, 4, 2)]),  # text around two images
+        (14, [(0, 1, 3, 2), (7, 1, 1, 6)]),  # an image at the very start, a low and wide one later
+        (9, [(3, 1, 3, 2)]),  # an image at the very end
+        (30, [(1, 1, 5, 1), (8, 1, 1, 1), (12, 1, 4, 4)]),
+    ],
+)
+def test_three_part_positions_equal_those_of_transformers(n, images):
+    """`get_rope_index` of Qwen2-VL; its grids count patches, of which a token merges 2 x 2."""
+    torch = pytest.importorskip("torch")
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+
+    class Config:
+        class vision_config:
+            spatial_merge_size = 2
+
+    model = Qwen2VLModel.__new__(Qwen2VLModel)
+    torch.nn.Module.__init__(model)
+    model.config = Config
+    kinds = torch.zeros(1, n, dtype=torch.int32)
+    for index, t, h, w in images:
+        kinds[0, index : index + t * h * w] = 1
+    grids = torch.tensor([[t, 2 * h, 2 * w] for _, t, h, w in images])
+    want, delta = model.get_rope_index(torch.zeros(1, n, dtype=torch.int64), kinds, image_grid_thw=grids)
+    got = three_part_positions(n, images)
+    assert got.dtype == np.int64
+    np.testing.assert_array_equal(got, want[:, 0].numpy())
+    assert got.max() + 1 == n + int(delta)  # where decoding goes on
+
+
+@pytest.mark.parametrize("image", [(-1, 1, 2, 2), (7, 1, 2, 2), (1, 1, 0, 2), (4, 1, 2, 2)])
+def test_an_image_outside_of_the_tokens_or_in_another_is_refused(image):
+    with pytest.raises(
+        PromptError, match=rf"image of 1 x {image[2]} x 2 tokens at index {image[0]}: allowed are sizes"
+    ):
+        three_part_positions(10, [(2, 1, 1, 3), image])

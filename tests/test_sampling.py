@@ -227,7 +227,17 @@ def test_logits_of_a_wrong_shape_or_type_are_refused(logits: NDArray[np.float32]
         Sampler(SamplingOptions()).pick(logits, [])
 
 
-@pytest.mark.parametrize("seen", [[2, -1], [2, V]])
+def test_a_token_without_an_id_is_not_penalised() -> None:
+    logits = random_logits(1)
+    options = SamplingOptions(repetition_penalty=1.4)
+    np.testing.assert_array_equal(
+        sampling.penalize_repetition(logits, [-1, 2, -1], 1.4), sampling.penalize_repetition(logits, [2], 1.4)
+    )
+    np.testing.assert_array_equal(sampling.penalize_repetition(logits, [-1], 1.4), logits)
+    assert Sampler(options).pick(logits, [-1, 2]) == Sampler(options).pick(logits, [2])
+
+
+@pytest.mark.parametrize("seen", [[2, -2], [2, V]])
 def test_a_seen_id_without_a_logit_is_refused(seen: list[int]) -> None:
     with pytest.raises(SamplingError, match=rf"seen holds token id {seen[1]}; allowed: 0 .. {V - 1}"):
         Sampler(SamplingOptions(repetition_penalty=1.1)).pick(random_logits(0), seen)

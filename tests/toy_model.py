@@ -118,8 +118,11 @@ class ToyBackend:
 
     def run(self, graph, feeds):
         w = WEIGHTS
-        turn = w.turn(feeds["position_ids"][0].astype(np.float64))
-        x = w.embedding[feeds["input_ids"][0]]  # (rows, H)
+        turn = w.turn(feeds["position_ids"].reshape(-1, graph.rows)[0].astype(np.float64))
+        if "inputs_embeds" in feeds:
+            x = feeds["inputs_embeds"][0].astype(np.float64)  # (rows, H)
+        else:
+            x = w.embedding[feeds["input_ids"][0]]
         outputs = {}
         for i in range(2):
             name = "sliding_attention_mask" if i == 1 and "sliding_attention_mask" in feeds else "attention_mask"
@@ -155,18 +158,18 @@ class ToyBackend:
         return new.transpose(1, 2, 0)[None] if self.layout == "bksd-kt" and part == "key" else new.swapaxes(0, 1)[None]
 
 
-def whole_pass(ids, window=None, forgets=None):
-    """Logits (n, V) of one unchunked pass.
+def whole_pass(ids, window=None, forgets=None, embeds=None):
+    """Logits (n, V) of one unchunked pass over ids, or over embeds (n, H) instead.
 
     forgets: for each query the first position that is still stored; none by default. window: of the second layer.
     """
-    n = len(ids)
+    n = len(ids if embeds is None else embeds)
     at = np.arange(n)
     distance = at[:, None] - at[None, :]
     causal = distance >= 0
     if forgets is not None:
         causal &= at[None, :] >= np.asarray(forgets)[:, None]
-    x = np.stack([WEIGHTS.embedding[i] for i in ids])
+    x = np.stack([WEIGHTS.embedding[i] for i in ids]) if embeds is None else np.asarray(embeds, np.float64)
     for layer, seen in enumerate((causal, causal if window is None else causal & (distance < window))):
         attended = np.zeros((n, H))
         for head in range(K):

@@ -1,0 +1,85 @@
+"""What `rollkv info` says of a bundle: its manifest in a few lines."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+
+from rollkv.runtime.bundle import open_bundle
+from rollkv.runtime.manifest import LayerInfo, Manifest, TableInfo
+
+_MIB = 1 << 20
+
+
+def info_command(options: argparse.Namespace) -> int:
+    """`rollkv info`."""
+    m = open_bundle(options.bundle).manifest
+    if options.json:
+        print(m.to_json(), end="")
+        return 0
+    for name, text in describe(m):
+        print(f"{name:10} {text}")
+    return 0
+
+
+def describe(m: Manifest) -> list[tuple[str, str]]:
+    """Lines of a name and a text."""
+    graph = m.graphs[0]
+    cache = sum(_bytes(v.shape, v.dtype) for v in graph.inputs if v.role in ("past_key", "past_value"))
+    tokens = next(value for value in graph.inputs if value.role in ("ids", "embeds"))
+    shape = ", ".join(map(str, tokens.shape))
+    seen = "" if m.image_attention == "causal" else ", text only: the model's image attention is bidirectional"
+    return [
+        (
+            "model",
+            f"{m.source.id} ({m.source.family}), {len(m.layers)} layers, H = {m.hidden_size}, V = {m.vocab_size}",
+        ),
+        (
+            "lengths",
+            f"L = {m.max_lm_input_len} prompt tokens, c = {m.chunk_size} rows a run, C = {m.max_kvcache_len} slots",
+        ),
+        ("input", f"{tokens.role}, ({shape}) {tokens.dtype}{seen}"),
+        *(
+            (name, _table(m, table))
+            for name, table in (("embedding", m.embedding), ("per layer", m.per_layer_embedding))
+            if table is not None
+        ),
+        ("positions", f"{m.max_position}" + (", three-part" if m.three_part else "")),
+        *(("layers", text) for text in _layers(m.layers)),
+        ("cache", f"{m.kv_layout}, {m.dtype}, {cache / _MIB:.1f} MiB"),
+        ("mask", f"0 visible, {m.mask_value:g} hidden"),
+        ("EOS ids", ", ".join(map(str, m.eos_token_ids)) or "none"),
+        *(
+            ("graph", f"{g.file}: {g.role}, {g.rows} rows, logits of {g.head}, opset {g.opset}, IR {g.ir_version}")
+            for g in m.graphs
+        ),
+        ("weights", f"{m.weights.file}: {m.files[m.weights.file].size / _MIB:.1f} MiB"),
+    ]
+
+
+def _table(m: Manifest, table: TableInfo) -> str:
+    rows, width = table.shape
+    return f"{table.file}: {rows} x {width}, {table.dtype}, {_size(m.files[table.file].size)}"
+
+
+def _layers(layers: Sequence[LayerInfo]) -> list[str]:
+    """Layers that are alike, counted, in the order in which they first occur."""
+    counts: dict[str, int] = {}
+    for layer in layers:
+        text = (
+            f"C = {layer.kv_len}, {'no window' if layer.window is None else f'window {layer.window}'}, "
+            f"K = {layer.kv_heads}, D = {layer.head_dim}"
+        )
+        if layer.kv_from is not None:
+            text += f", no cache: reads layer {layer.kv_from}"
+        counts[text] = counts.get(text, 0) + 1
+    return [f"{count} x {text}" for text, count in counts.items()]
+
+
+def _size(count: int) -> str:
+    return f"{count / _MIB:.1f} MiB" if count >= _MIB else f"{count / 1024:.1f} KiB"
+
+
+def _bytes(shape: Sequence[int], dtype: str) -> int:
+    return math.prod(shape) * (2 if dtype == "float16" else 4)
