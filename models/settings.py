@@ -72,7 +72,9 @@ def read_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
             f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
     if sizes.get("head_dim") is None and sizes["hidden_size"] % heads:
-        raise CheckpointError(f"{where}: hidden_size {sizes['hidden_size']} / num_attention_heads {heads} is no head_dim")
+        raise CheckpointError(
+            f"{where}: hidden_size {sizes['hidden_size']} / num_attention_heads {heads} is no head_dim"
+        )
     head_dim = sizes.get("head_dim") or sizes["hidden_size"] // heads
     windows = _windows(family, got, where)
     ropes, max_position = _ropes(family, got, head_dim, sizes["max_position_embeddings"], where)
