@@ -101,7 +101,9 @@ def describe(checkpoint: Checkpoint, options: ExportOptions) -> Manifest:
     return Manifest(
         format=FORMAT,
         rollkv=importlib.metadata.version("rollkv"),
-        source=SourceInfo(id=checkpoint.id, family=config.family, sha256=checkpoint.sha256(), kind=checkpoint.kind),
+        source=SourceInfo(
+            id=checkpoint.id, family=checkpoint.model_type, sha256=checkpoint.sha256(), kind=checkpoint.kind
+        ),
         max_lm_input_len=options.max_lm_input_len,
         chunk_size=options.chunk_size,
         max_kvcache_len=options.max_kvcache_len,
@@ -116,6 +118,7 @@ def describe(checkpoint: Checkpoint, options: ExportOptions) -> Manifest:
         layers=layer_infos(config, options),
         rope={rope.name: _rope_info(rope, options.max_kvcache_len) for rope in config.ropes},
         **{field: table.info for field, table in host_tables(checkpoint, options).items()},
+        image_attention=checkpoint.image_attention,
         graphs=graphs,
         kv_pairs=kv_pairs(config),
         weights=WeightsInfo(

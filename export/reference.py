@@ -26,6 +26,7 @@ from rollkv.export.trace import make_decoder
 from rollkv.models.checkpoint import Checkpoint, load_decoder
 from rollkv.models.config import DecoderConfig
 from rollkv.models.tensor_views import half_order
+from rollkv.models.wrappers import WRAPPERS
 from rollkv.runtime.align import pad_left
 from rollkv.runtime.backend import Array, Backend, import_onnxruntime
 from rollkv.runtime.bundle import SLOT_AXES, Bundle, GraphInfo
@@ -55,7 +56,7 @@ class Reference:
 
     def __init__(self, checkpoint: Checkpoint, slots: int) -> None:
         """slots: C."""
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
         from transformers.utils import logging
 
         logging.set_verbosity_error()
@@ -67,7 +68,8 @@ class Reference:
         if checkpoint.config.experts is not None:
             file["experts_implementation"] = "eager"
         with contextlib.redirect_stderr(io.StringIO()):  # its GGUF reader draws a bar that no setting turns off
-            self._model: Any = AutoModelForCausalLM.from_pretrained(
+            auto: Any = AutoModelForImageTextToText if checkpoint.model_type in WRAPPERS else AutoModelForCausalLM
+            self._model: Any = auto.from_pretrained(
                 path.parent if path.is_file() else path,
                 dtype=torch.float32,
                 attn_implementation="eager",
@@ -257,7 +259,7 @@ class LiteralHost:
                 table = self._tables[value.role].rows(padded[rows]) * real[rows, None]
                 feeds[value.name] = table[None].astype(value.dtype)
             elif value.role == "position_ids":
-                feeds[value.name] = np.broadcast_to(positions[rows], value.shape).astype(value.dtype)
+                feeds[value.name] = np.broadcast_to(positions[rows], value.shape).astype(value.dtype, order="C")
             elif value.role.endswith("attention_mask"):
                 window = None
                 if value.role == "sliding_attention_mask":

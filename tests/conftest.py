@@ -128,6 +128,22 @@ def bundle(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     return get
 
 
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """saved(name): a tiny vision-language checkpoint of vision_models.MODELS, made once."""
+    from vision_models import Saved, load, save
+
+    made: dict[str, Saved] = {}
+
+    def get(name: str) -> Saved:
+        if name not in made:
+            folder = save(tmp_path_factory.mktemp("vision") / name, name)
+            made[name] = Saved(folder, load(folder))
+        return made[name]
+
+    return get
+
+
 _TRACED: dict[Any, bytes] = {}
 
 
