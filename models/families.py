@@ -227,9 +227,7 @@ _ROWS = (
     ),
     Family(
         model_type="gemma4_text",
-        settings=_geometry(
-            "hidden_act", "rope_theta", "rope_scaling", "partial_rotary_factor", **gemma4.SETTINGS
-        ),
+        settings=_geometry("hidden_act", "rope_theta", "rope_scaling", "partial_rotary_factor", **gemma4.SETTINGS),
         keys={"hidden_act": "hidden_activation"},
         fixed=gemma4.FIXED,
         fields={

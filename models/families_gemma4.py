@@ -150,7 +150,7 @@ def _sizes(got: Mapping[str, Any], windows: list[int | None], where: str) -> dic
     for i, (kind, size) in enumerate(zip(kinds, layers, strict=True)):
         if size != sizes[kind]:
             raise CheckpointError(
-                f"{where}: per_layer_config gives layer {i} {size}, another layer of type {_KINDS[kind]} {sizes[kind]}; "
+                f"{where}: per_layer_config gives layer {i} {size}, another {_KINDS[kind]} layer {sizes[kind]}; "
                 "layers of one type must agree"
             )
     return sizes
