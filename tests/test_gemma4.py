@@ -51,12 +51,12 @@ ROPE = {
     FULL: {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.5, "factor": 4.0},
 }
 EXPORTED: dict[str, dict[str, Any]] = {
-    # a window shorter than c; every layer has a cache of its own; soft-capped logits
-    "plain": {"final_logit_softcapping": 5.0},
     # a window longer than c; three layers read the caches of two others, with an MLP twice as wide
     "shared": {**SHARED, "sliding_window": 11, "use_double_wide_mlp": True, "dtype": "bfloat16"},
-    # values from the keys' projection; heads of both kinds differ in number too; no rows for each layer; biases
+    # a window shorter than c; every layer has a cache of its own; values from the keys' projection; heads that differ
+    # in number too; no rows for each layer; biases; soft-capped logits; experts
     "keys": {
+        "final_logit_softcapping": 5.0,
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 3,
         "hidden_size_per_layer_input": 0,
@@ -66,6 +66,10 @@ EXPORTED: dict[str, dict[str, Any]] = {
     },
 }
 IN_TORCH: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # the model, the graphs
+    "no layer shares": (
+        {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "final_logit_softcapping": 5.0},
+        {},
+    ),
     "full layers only": ({"layer_types": [FULL] * 2, "num_kv_shared_layers": 1}, {}),
     "all at once": ({**SHARED, **EXPERTS, "attention_k_eq_v": True}, {"kv_layout": "bksd"}),
     "the last layer has no window": ({"layer_types": [FULL, SLIDING, SLIDING], "num_hidden_layers": 3}, {}),
