@@ -101,7 +101,8 @@ class Reference:
                 out = self._model(torch.tensor([tokens[-1:]]), past_key_values=out.past_key_values, use_cache=True)
             trail.logits.append(out.logits[0, -1].numpy())
         own = [i for i, layer in enumerate(self._config.layers) if layer.kv_from is None]
-        for i, layer in zip(own, out.past_key_values.layers, strict=True):
+        for i in own:
+            layer = out.past_key_values.layers[i]  # those of layers without a cache stay empty
             trail.keys[i] = _in_halves(layer.keys[0].permute(1, 0, 2).numpy(), self._config, i)
             trail.values[i] = layer.values[0].permute(1, 0, 2).numpy()
         return trail, tokens

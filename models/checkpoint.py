@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rollkv.models.config import CheckpointError, DecoderConfig
 from rollkv.models.hf_files import open_safetensors, read_json
 from rollkv.models.lora import Lora, open_lora
-from rollkv.models.names import head_name, tensor_names
+from rollkv.models.names import head_name, tensor_names, unread_names
 from rollkv.models.presets import PRESETS, cache_folder, fetch_preset, hash_file
 from rollkv.models.settings import read_config, token_ids
 from rollkv.models.tensors import StoredTensor
@@ -133,6 +133,8 @@ def load_decoder(decoder: Decoder, checkpoint: Checkpoint, slots: int) -> None:
     parameters = dict(decoder.named_parameters())  # a shared one appears once, under its first name
     with torch.no_grad():
         for weight in checkpoint.weights:
+            if weight.name == "per_layer_embedding.weight":
+                continue  # the host looks its rows up
             weight.copy_to(parameters.pop(weight.name).numpy())
         for name, table in position_tables(checkpoint.config, slots).items():
             parameters.pop(name).copy_(table)
@@ -212,7 +214,7 @@ def _weights(
     names: TextNames = TextNames(),  # noqa: B008  (frozen)
 ) -> tuple[Weight, ...]:
     """The decoder's parameters out of the tensors found; every name on either side must have its partner."""
-    left = set(found)
+    left = set(found) - unread_names(config)
     weights = []
     for own in tensor_names(config, column):
         name = replace(own, stored=tuple(map(names.stored, own.stored)))

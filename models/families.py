@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollkv.models import families_gemma4 as gemma4
+from rollkv.models.config import DecoderConfig
+
 REQUIRED = object()  # in Family.settings: the key must be there
 
 
@@ -52,6 +55,7 @@ class Family:
     names: Mapping[str, str | Source] = field(default_factory=dict)  # part -> tensor, where it is not llama's
     gguf: Mapping[str, str | Source] | None = None  # the same for GGUF files; None: not read from them
     norm_plus: float = 0.0  # the checkpoint's norm weights lack this
+    finish: Callable[[DecoderConfig, Mapping[str, Any], str], DecoderConfig] | None = None  # what no row can say
     prefix: str = ""  # that published checkpoints leave out of every name
     remarks: str = ""  # for `rollkv families`
 
@@ -220,6 +224,25 @@ _ROWS = (
         names=_GEMMA_NAMES,
         gguf=_GGUF_SANDWICH,
         norm_plus=1.0,
+    ),
+    Family(
+        model_type="gemma4_text",
+        settings=_geometry("hidden_act", "rope_theta", "rope_scaling", "partial_rotary_factor", **gemma4.SETTINGS),
+        keys={"hidden_act": "hidden_activation"},
+        fixed=gemma4.FIXED,
+        fields={
+            "order": "sandwich",
+            "qk_norm": "rms-head",
+            "embedding_scale": _SQRT_H,
+            "attention_scale": 1.0,
+            "logit_softcap": Key("final_logit_softcapping"),
+        },
+        biases=_ATTENTION_BIAS,
+        windows="pattern",
+        pattern=6,
+        turns="none",  # the rotations, as all that differs by layer type, are read by `finish`
+        names=gemma4.NAMES,
+        finish=gemma4.finish_gemma4,
     ),
     Family(
         model_type="phi",

@@ -92,7 +92,7 @@ def read_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
         for window, turn, chosen in zip(windows, turns, sparse, strict=True)
     )
     used = {layer.rope for layer in layers}
-    return DecoderConfig(
+    config = DecoderConfig(
         family=family.model_type,
         vocab_size=sizes["vocab_size"],
         hidden_size=sizes["hidden_size"],
@@ -108,6 +108,7 @@ def read_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
         tied_head=bool(got["tie_word_embeddings"]),
         **{"activation": _activation(family, got, where), **_fields(family, got, where)},
     )
+    return config if family.finish is None else family.finish(config, got, where)
 
 
 def token_ids(value: Any, where: str) -> tuple[int, ...]:
