@@ -179,13 +179,13 @@ FAMILY_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_family(folder: Path, name: str) -> Path:
+def make_family(folder: Path, name: str, **more: Any) -> Path:
     """Save a random model of transformers' own class; norms, biases and weights large enough that an error shows."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, extra = FAMILY_SHAPES[name]
-    config = AutoConfig.for_model(family, **{**({} if family == "gpt2" else BASE), **extra})
+    config = AutoConfig.for_model(family, **{**({} if family == "gpt2" else BASE), **extra, **more})
     torch.manual_seed(len(name))
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
