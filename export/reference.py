@@ -52,6 +52,7 @@ class Reference:
     """transformers' model of the checkpoint, in float32 with eager attention, its weights read by transformers.
 
     An adapter is loaded and merged by peft. Rotary factors that depend on the length are those of C, as in the graphs.
+    Of a GGUF file the config is read by this project, see `_of_gguf`.
     """
 
     def __init__(self, checkpoint: Checkpoint, slots: int) -> None:
@@ -63,6 +64,8 @@ class Reference:
         logging.disable_progress_bar()
         path = checkpoint.path
         file: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
+        if file:
+            file["config"] = _of_gguf(path)
         if checkpoint.config.family == "internlm3":
             file["config"] = _as_llama(path)
         if checkpoint.config.experts is not None:
@@ -156,6 +159,19 @@ def _fix_rope(model: Any, slots: int) -> None:
             )
             module.inv_freq.copy_(frequencies)
             module.rope_type = "default"  # which is never chosen anew
+
+
+def _of_gguf(path: Path) -> Any:
+    """The config of a GGUF file as this project reads it, which `tests/test_gguf_families.py` holds to the original's.
+
+    transformers' own reader (5.24) takes the weights, but drops rope scaling, biases, soft-caps, query scales and
+    windows, and looks for a padding token where the file names none.
+    """
+    from transformers import AutoConfig
+
+    from rollkv.models.gguf_file import read_gguf
+
+    return AutoConfig.for_model(**{**read_gguf(path).config, "pad_token_id": None})
 
 
 def _as_llama(folder: Path) -> Any:
