@@ -43,9 +43,7 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
     """
     config = checkpoint.config
     with replacing_folder(output) as folder:
-        tables = {
-            name: table.numpy() for name, table in position_tables(config, options.max_kvcache_len).items()
-        }
+        tables = {name: table.numpy() for name, table in position_tables(config, options.max_kvcache_len).items()}
         weights = graph_weights(checkpoint, options)
         placed = place_weights(weights, tables)
         manifest = describe(checkpoint, options)
