@@ -167,7 +167,11 @@ _ROWS = (
             attn_logit_softcapping=50.0,
         ),
         keys={"hidden_act": "hidden_activation"},
-        fixed={"use_bidirectional_attention": False, "hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
+        fixed={
+            "use_bidirectional_attention": False,
+            "hidden_act": "gelu_pytorch_tanh",
+            "cache_implementation": "hybrid",
+        },
         fields={
             "order": "sandwich",
             "embedding_scale": _SQRT_H,
@@ -699,7 +703,12 @@ _ROWS = (
         ),
         fields={
             "qk_norm": "rms-head",
-            "experts": ("num_experts|num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+            "experts": (
+                "num_experts|num_local_experts",
+                "num_experts_per_tok",
+                "moe_intermediate_size",
+                "norm_topk_prob",
+            ),
         },
         biases=_ATTENTION_BIAS,
         windows="switch-all",

@@ -102,9 +102,7 @@ def tensor_names(config: DecoderConfig, column: str = "hf") -> Iterator[TensorNa
     for i, layer in enumerate(config.layers):
         ours, theirs = f"layers.{i}.", f"{namer.name('layers')}.{i}."
         for tensor in namer.layer(layer):
-            yield replace(
-                tensor, decoder=ours + tensor.decoder, stored=tuple(theirs + name for name in tensor.stored)
-            )
+            yield replace(tensor, decoder=ours + tensor.decoder, stored=tuple(theirs + name for name in tensor.stored))
     yield from namer.norm("head.norm", (hidden,), config.norm == "layer-bias")
     if not config.tied_head:
         yield TensorName("head.weight", (f"{namer.name('head')}.weight",), (vocab, hidden), True)
@@ -199,7 +197,11 @@ class _Namer:
         """A mixture of experts: the tensors of all experts joined, see `layers.Experts`."""
         hidden, width = self._config.hidden_size, experts.width
         yield from self.linear("mlp.router", hidden, {"": experts.count}, "", False)
-        for leaf, shape, axis in (("gate", (width, hidden), 0), ("up", (width, hidden), 0), ("down", (hidden, width), 1)):
+        for leaf, shape, axis in (
+            ("gate", (width, hidden), 0),
+            ("up", (width, hidden), 0),
+            ("down", (hidden, width), 1),
+        ):
             pattern = self.name(f"mlp.{leaf}.experts")
             stored = tuple(f"{pattern.format(e)}.weight" for e in range(experts.count))
             yield TensorName(f"mlp.{leaf}.weight", stored, shape, True, joined=axis)

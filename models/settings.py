@@ -38,17 +38,20 @@ _ACTIVATIONS = {
 }
 # Settings that say nothing about the numbers of a forward pass in evaluation mode.
 _HARMLESS = frozenset(
-    """
-    _attn_implementation _attn_implementation_autoset _name_or_path architectures attention_dropout
-    attn_implementation attn_pdrop auto_map bad_words_ids chunk_size_feed_forward classifier_dropout dtype embd_pdrop
-    embedding_dropout eod_token_id finetuning_task hidden_dropout id2label im_end_id im_start_id initializer_range
-    is_decoder is_llama_config label2id model_type name_or_path org_vocab_size output_attentions output_hidden_states
-    output_router_logits pad_token_id pretraining_tp problem_type resid_pdrop residual_dropout return_dict
-    router_aux_loss_coef router_jitter_noise sep_token_id summary_activation summary_first_dropout
-    summary_proj_to_labels summary_type summary_use_proj task_specific_params text_len tokenizer_class torch_dtype
-    transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version use_cache
-    """.split()
-)
+    [
+        "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout",
+        "attn_implementation", "attn_pdrop", "auto_map", "bad_words_ids", "chunk_size_feed_forward",
+        "classifier_dropout", "dtype", "embd_pdrop", "embedding_dropout", "eod_token_id", "finetuning_task",
+        "hidden_dropout", "id2label", "im_end_id", "im_start_id", "initializer_range", "is_decoder",
+        "is_llama_config", "label2id", "model_type", "name_or_path", "org_vocab_size", "output_attentions",
+        "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type",
+        "resid_pdrop", "residual_dropout", "return_dict", "router_aux_loss_coef", "router_jitter_noise",
+        "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+        "summary_use_proj", "task_specific_params", "text_len", "tokenizer_class", "torch_dtype",
+        "transformers.js_config", "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version",
+        "use_cache",
+    ]
+)  # fmt: skip
 
 
 def read_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
@@ -72,7 +75,9 @@ def read_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
             f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
     if sizes.get("head_dim") is None and sizes["hidden_size"] % heads:
-        raise CheckpointError(f"{where}: hidden_size {sizes['hidden_size']} / num_attention_heads {heads} is no head_dim")
+        raise CheckpointError(
+            f"{where}: hidden_size {sizes['hidden_size']} / num_attention_heads {heads} is no head_dim"
+        )
     head_dim = sizes.get("head_dim") or sizes["hidden_size"] // heads
     windows = _windows(family, got, where)
     ropes, max_position = _ropes(family, got, head_dim, sizes["max_position_embeddings"], where)

@@ -126,7 +126,13 @@ FAMILY_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {"num_key_value_heads": None, "hidden_size": 48, "rotary_pct": 0.5}),
     "gpt_neox-sequential": (
         "gpt_neox",
-        {"num_key_value_heads": None, "hidden_size": 48, "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new"},
+        {
+            "num_key_value_heads": None,
+            "hidden_size": 48,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "hidden_act": "gelu_new",
+        },
     ),
     "gpt2": ("gpt2", GPT2),
     "glm": ("glm", {**WIDE}),
