@@ -14,8 +14,9 @@ import numpy as np
 import onnx
 
 from rollkv.export.audit import audit_graph
-from rollkv.export.pipeline import describe, graph_weights
+from rollkv.export.pipeline import describe
 from rollkv.export.signature import ExportOptions
+from rollkv.export.tables import graph_weights, host_tables, table_fault
 from rollkv.export.write import Placed, map_tensor
 from rollkv.models.checkpoint import Checkpoint
 from rollkv.models.decoder import position_tables
@@ -74,6 +75,9 @@ def weight_fault(bundle: Bundle, checkpoint: Checkpoint) -> str | None:
     for name, table in position_tables(checkpoint.config, options.max_kvcache_len).items():
         if name not in stored or not np.array_equal(stored.pop(name), table.numpy()):
             return f"weights: {name} is missing, or not the table of the model's positions"
+    for table in host_tables(checkpoint, options).values():
+        if fault := table_fault(bundle.path / table.info.file, table):
+            return fault
     return f"weights: {next(iter(stored))} belongs to no part of the decoder" if stored else None
 
 

@@ -65,6 +65,12 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--ids", choices=("int32", "int64"), default="int32", help="type of ids and positions (default int32)"
     )
+    export.add_argument(
+        "--input",
+        choices=("ids", "embeds"),
+        default="ids",
+        help="what a run takes: token ids, or their embeddings, which the host looks up (default ids)",
+    )
     export.add_argument("--head", choices=("last", "all"), default="last", help="rows of logits (default last)")
     export.add_argument(
         "--mask-value",
@@ -120,6 +126,7 @@ def export_command(options: argparse.Namespace) -> int:
         kv_layout=options.kv_layout,
         ids=options.ids,
         head=options.head,
+        input=options.input,
         mask_value=options.mask_value,
         opset=options.opset,
         simplify=not options.no_simplify,

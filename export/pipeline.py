@@ -13,6 +13,7 @@ import onnx
 from rollkv.export.audit import AuditError, audit_graph
 from rollkv.export.passes import passes_for, run_passes
 from rollkv.export.signature import ExportOptions, graph_inputs, graph_outputs, kv_pairs, layer_infos
+from rollkv.export.tables import graph_weights, host_tables, write_table
 from rollkv.export.trace import trace_graph
 from rollkv.export.write import (
     WEIGHTS_FILE,
@@ -25,11 +26,11 @@ from rollkv.export.write import (
     write_manifest,
     write_weights,
 )
-from rollkv.models.checkpoint import Checkpoint, Weight
+from rollkv.models.checkpoint import Checkpoint
 from rollkv.models.config import RopeConfig
 from rollkv.models.decoder import position_tables
 from rollkv.models.rope import inverse_frequencies
-from rollkv.runtime.bundle import FORMAT, GraphInfo, Manifest, RopeInfo, SourceInfo, WeightsInfo
+from rollkv.runtime.bundle import FORMAT, TABLE_BYTES, GraphInfo, Manifest, RopeInfo, SourceInfo, WeightsInfo
 
 IR_VERSION = 9
 Report = Callable[[str, int, int], None]  # what is done, how much of it, of how much
@@ -58,7 +59,9 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
                 raise AuditError(info.file, findings)
         report("trace", 2, 2)
 
+        hosted = host_tables(checkpoint, options)
         total = sum(place.length for place in placed.values())
+        total += sum(math.prod(table.info.shape) * TABLE_BYTES[table.info.dtype] for table in hosted.values())
         written = 0
 
         def weights_done(count: int) -> None:
@@ -67,6 +70,8 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
             report("weights", written, total)
 
         write_weights(folder / WEIGHTS_FILE, weights, tables, placed, weights_done)
+        for table in hosted.values():
+            write_table(folder / table.info.file, table, weights_done)
         for name, data in checkpoint.text.items():
             write_file(folder / name, data)
         report("hashes", 0, 1)
@@ -110,6 +115,7 @@ def describe(checkpoint: Checkpoint, options: ExportOptions) -> Manifest:
         eos_token_ids=list(config.eos_token_ids),
         layers=layer_infos(config, options),
         rope={rope.name: _rope_info(rope, options.max_kvcache_len) for rope in config.ropes},
+        **{field: table.info for field, table in host_tables(checkpoint, options).items()},
         graphs=graphs,
         kv_pairs=kv_pairs(config),
         weights=WeightsInfo(
@@ -117,12 +123,6 @@ def describe(checkpoint: Checkpoint, options: ExportOptions) -> Manifest:
             unique_bytes=sum(4 * math.prod(shape) for shape in _stored_shapes(checkpoint, options)),
         ),
     )
-
-
-def graph_weights(checkpoint: Checkpoint, options: ExportOptions) -> list[Weight]:
-    """The weights that the graphs read: with rows as input the embedding stays outside, unless the head shares it."""
-    outside = options.input == "embeds" and not checkpoint.config.tied_head
-    return [weight for weight in checkpoint.weights if not (outside and weight.name == "embedding.weight")]
 
 
 def _stored_shapes(checkpoint: Checkpoint, options: ExportOptions) -> Iterator[tuple[int, ...]]:
@@ -141,4 +141,7 @@ def _rope_info(rope: RopeConfig, slots: int) -> RopeInfo:
         rotary_dim=rope.rotary_dim,
         interleaved=False,  # whatever the checkpoint has: rows of its weights are in rotate-half order here
         attention_scaling=rope.attention_scaling,
+        sections=list(rope.sections) if rope.sections else None,
+        query_scale=list(rope.query_scale) if rope.query_scale else None,
+        fixed_for=slots if rope.type in ("dynamic", "longrope") else None,
     )

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,13 @@ from numpy.typing import NDArray
 from rollkv.export.signature import ExportOptions
 from rollkv.export.trace import make_decoder
 from rollkv.models.checkpoint import Checkpoint, load_decoder
+from rollkv.models.config import DecoderConfig
+from rollkv.models.tensor_views import half_order
 from rollkv.runtime.align import pad_left
 from rollkv.runtime.backend import Array, Backend, import_onnxruntime
-from rollkv.runtime.bundle import SLOT_AXES, GraphInfo, Manifest
+from rollkv.runtime.bundle import SLOT_AXES, Bundle, GraphInfo
 from rollkv.runtime.cache import roll
+from rollkv.runtime.embedding import EmbeddingTable
 from rollkv.runtime.mask import causal_mask, chunk_mask
 
 
@@ -33,31 +38,37 @@ from rollkv.runtime.mask import causal_mask, chunk_mask
 class Trail:
     """What one way of computing gave for a prompt of n tokens and G more.
 
-    logits: (V,) after the prompt and after each further token. keys, values: per layer (n + G, K, D).
+    logits: (V,) after the prompt and after each further token. keys, values: (n + G, K, D) of each layer with a cache
+    of its own, as the cache stores them.
     """
 
     logits: list[Array] = field(default_factory=list)
-    keys: list[Array] = field(default_factory=list)
-    values: list[Array] = field(default_factory=list)
+    keys: dict[int, Array] = field(default_factory=dict)
+    values: dict[int, Array] = field(default_factory=dict)
 
 
 class Reference:
     """transformers' model of the checkpoint, in float32 with eager attention, its weights read by transformers.
 
-    An adapter is loaded and merged by peft.
+    An adapter is loaded and merged by peft. Rotary factors that depend on the length are those of C, as in the graphs.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, slots: int) -> None:
+        """slots: C."""
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         path = checkpoint.path
-        file = {"gguf_file": path.name} if path.is_file() else {}
+        file: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
+        if checkpoint.config.family == "internlm3":
+            file["config"] = _as_llama(path)
+        if checkpoint.config.experts is not None:
+            file["experts_implementation"] = "eager"
         with contextlib.redirect_stderr(io.StringIO()):  # its GGUF reader draws a bar that no setting turns off
             self._model: Any = AutoModelForCausalLM.from_pretrained(
-                path.parent if file else path,
+                path.parent if path.is_file() else path,
                 dtype=torch.float32,
                 attn_implementation="eager",
                 local_files_only=True,
@@ -70,6 +81,8 @@ class Reference:
                 warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute that transformers renames
                 adapted = PeftModel.from_pretrained(self._model, str(checkpoint.lora), torch_device="cpu")
             self._model = adapted.merge_and_unload().eval()
+        _fix_rope(self._model, slots)
+        self._config = checkpoint.config
         self._windows = checkpoint.config.windows
 
     @torch.no_grad()
@@ -85,9 +98,10 @@ class Reference:
                 warnings.simplefilter("ignore", FutureWarning)  # the argument's name changes in a later transformers
                 out = self._model(torch.tensor([tokens[-1:]]), past_key_values=out.past_key_values, use_cache=True)
             trail.logits.append(out.logits[0, -1].numpy())
-        for layer in out.past_key_values.layers:
-            trail.keys.append(layer.keys[0].permute(1, 0, 2).numpy())
-            trail.values.append(layer.values[0].permute(1, 0, 2).numpy())
+        own = [i for i, layer in enumerate(self._config.layers) if layer.kv_from is None]
+        for i, layer in zip(own, out.past_key_values.layers, strict=True):
+            trail.keys[i] = _in_halves(layer.keys[0].permute(1, 0, 2).numpy(), self._config, i)
+            trail.values[i] = layer.values[0].permute(1, 0, 2).numpy()
         return trail, tokens
 
     def _greedy_uncached(self, ids: Sequence[int], steps: int) -> tuple[Trail, list[int]]:
@@ -113,6 +127,36 @@ class Reference:
             masks = sliding if None not in self._windows else {"full_attention": full, "sliding_attention": sliding}
         out = self._model(torch.tensor([list(ids)]), attention_mask=masks, use_cache=False, logits_to_keep=keep)
         return [row.numpy() for row in out.logits[0]]
+
+
+def _fix_rope(model: Any, slots: int) -> None:
+    """Rotary factors that transformers would choose anew for each length become those of `slots` positions."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for module in model.modules():
+        if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
+            frequencies, module.attention_scaling = ROPE_INIT_FUNCTIONS[module.rope_type](
+                module.config, device=torch.device("cpu"), seq_len=slots
+            )
+            module.inv_freq.copy_(frequencies)
+            module.rope_type = "default"  # which is never chosen anew
+
+
+def _as_llama(folder: Path) -> Any:
+    """InternLM3 is no class of transformers; it is llama with biases of its own choice, and here read as llama."""
+    from transformers import LlamaConfig
+
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    bias = bool(raw.get("bias"))
+    biases = {"attention_bias": bias or bool(raw.get("qkv_bias")), "mlp_bias": bias}  # one that lacks starts at zero
+    return LlamaConfig(**{**raw, **biases, "model_type": "llama"})
+
+
+def _in_halves(keys: Array, config: DecoderConfig, layer: int) -> Array:
+    """Keys (n, K, D) that rotate in interleaved pairs, in the order of halves that this project caches."""
+    head_dim, rope = config.layers[layer].head_dim, config.layers[layer].rope
+    rotary = next((r.rotary_dim for r in config.ropes if r.name == rope and r.interleaved), 0)
+    return keys[..., half_order(1, head_dim, rotary)] if rotary else keys
 
 
 class TorchBackend:
@@ -156,9 +200,14 @@ class WeightlessBackend:
 class LiteralHost:
     """The host as the contract words it for a first prompt: the full mask is cut, the cache is concatenated."""
 
-    def __init__(self, manifest: Manifest, backend: Backend) -> None:
-        self._m, self._backend = manifest, backend
-        self._graphs = {graph.role: graph for graph in manifest.graphs}
+    def __init__(self, bundle: Bundle, backend: Backend) -> None:
+        m = self._m = bundle.manifest
+        self._backend = backend
+        tables = {"embeds": m.embedding, "per_layer_inputs": m.per_layer_embedding}
+        self._tables = {
+            role: EmbeddingTable(bundle.path / info.file, info) for role, info in tables.items() if info is not None
+        }
+        self._graphs = {graph.role: graph for graph in m.graphs}
 
     def follow(self, ids: Sequence[int], tokens: Sequence[int]) -> Trail:
         """A prompt, chunk by chunk, then the given tokens one by one."""
@@ -166,7 +215,7 @@ class LiteralHost:
         decode = self._graphs["decode"]
         past = {v.name: np.zeros(v.shape, v.dtype) for v in decode.inputs if v.role in ("past_key", "past_value")}
         padded, real = pad_left(ids, m.chunk_size)
-        trail, pieces = Trail(), [([], []) for _ in m.layers]  # type: tuple[Trail, list[tuple[list[Array], list[Array]]]]
+        trail, pieces = Trail(), {}  # type: tuple[Trail, dict[str, list[Array]]]
         for start in range(0, len(padded), m.chunk_size):
             self._run("prefill", padded, real, start, past, pieces)
         trail.logits.append(self._logits)
@@ -174,11 +223,16 @@ class LiteralHost:
             padded, real = np.append(padded, token), np.append(real, 1)
             self._run("decode", padded, real, len(padded) - 1, past, pieces)
             trail.logits.append(self._logits)
-        trail.keys = [np.concatenate(keys) for keys, _ in pieces]
-        trail.values = [np.concatenate(values) for _, values in pieces]
+        for value in decode.inputs:
+            if value.role in ("past_key", "past_value"):
+                assert value.layer is not None
+                pile = trail.keys if value.role == "past_key" else trail.values
+                pile[value.layer] = np.concatenate(pieces[value.name])
         return trail
 
-    def _run(self, role: str, padded: Array, real: Array, start: int, past: dict[str, Array], pieces: Any) -> None:
+    def _run(
+        self, role: str, padded: Array, real: Array, start: int, past: dict[str, Array], pieces: dict[str, list[Array]]
+    ) -> None:
         m, graph = self._m, self._graphs[role]
         rows = slice(start, start + graph.rows)
         positions = np.maximum(np.cumsum(real) - 1, 0)
@@ -186,8 +240,11 @@ class LiteralHost:
         for value in graph.inputs:
             if value.role == "ids":
                 feeds[value.name] = padded[None, rows].astype(value.dtype)
+            elif value.role in ("embeds", "per_layer_inputs"):
+                table = self._tables[value.role].rows(padded[rows]) * real[rows, None]
+                feeds[value.name] = table[None].astype(value.dtype)
             elif value.role == "position_ids":
-                feeds[value.name] = positions[None, rows].astype(value.dtype)
+                feeds[value.name] = np.broadcast_to(positions[rows], value.shape).astype(value.dtype)
             elif value.role.endswith("attention_mask"):
                 window = None
                 if value.role == "sliding_attention_mask":
@@ -198,10 +255,11 @@ class LiteralHost:
         outputs = self._backend.run(graph, feeds)
         self._logits = np.array(outputs["logits"][0, -1])
         token_rows = real[rows] == 1
-        for i, (pair_key, pair_value) in enumerate(_pairs(m)):
-            for (name, new), pile, axis in zip((pair_key, pair_value), pieces[i], SLOT_AXES[m.kv_layout], strict=True):
-                past[name] = roll(past[name], outputs[new], axis)  # with the pads, which the contract allows
-                pile.append(tokens_first(outputs[new], m.kv_layout, axis)[token_rows])
+        key_names = {value.name for value in graph.inputs if value.role == "past_key"}
+        for name, new in m.kv_pairs:
+            axis = SLOT_AXES[m.kv_layout][name not in key_names]
+            past[name] = roll(past[name], outputs[new], axis)  # with the pads, which the contract allows
+            pieces.setdefault(name, []).append(tokens_first(outputs[new], m.kv_layout, axis)[token_rows])
 
 
 def tokens_first(array: Array, layout: str, axis: int) -> Array:
@@ -220,8 +278,3 @@ def oracle_visible(runs: Sequence[int], slots: int) -> NDArray[np.bool_]:
     ends = np.repeat(np.cumsum(runs), runs)  # one past the last token of q's run
     keys = np.arange(n)
     return (keys[None, :] <= keys[:, None]) & (keys[None, :] >= ends[:, None] - slots)
-
-
-def _pairs(m: Manifest) -> Iterator[tuple[list[str], list[str]]]:
-    for i in range(0, len(m.kv_pairs), 2):
-        yield m.kv_pairs[i], m.kv_pairs[i + 1]

@@ -121,7 +121,7 @@ def verify_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: Callable[[st
     if report.fault:
         return report  # what runs would not be what the manifest says
     progress("transformers, the reference")
-    reference = Reference(checkpoint)
+    reference = Reference(checkpoint, m.max_kvcache_len)
     prompts = proof_prompts(bundle)
     expected = [reference.greedy(ids, min(STEPS, m.max_kvcache_len - len(ids))) for ids in prompts]
     bound = BOUND_TINY if sum(int(np.prod(w.shape)) for w in checkpoint.weights) < TINY else BOUND
@@ -131,12 +131,12 @@ def verify_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: Callable[[st
             report.rows.append(compare(rung, len(ids), wanted, follow(ids, tokens), bound))
 
     progress("torch decoder")
-    judge("torch", LiteralHost(m, TorchBackend(checkpoint, options_of(m))).follow)
+    judge("torch", LiteralHost(bundle, TorchBackend(checkpoint, options_of(m))).follow)
     progress("graphs as traced")
-    judge("traced", LiteralHost(m, _traced_backend(bundle, checkpoint)).follow)
+    judge("traced", LiteralHost(bundle, _traced_backend(bundle, checkpoint)).follow)
     progress("graphs of the bundle")
     engine = OrtBackend(bundle)
-    judge("graph", LiteralHost(m, engine).follow)
+    judge("graph", LiteralHost(bundle, engine).follow)
     progress("bundle through the runtime")
     session = Session(bundle, backend=engine)
     judge("runtime", lambda ids, tokens: follow_session(session, ids, tokens))
@@ -160,7 +160,7 @@ def compare(rung: str, n: int, wanted: Trail, got: Trail, bound: float) -> Row:
         elif a.max() - a[b.argmax()] < bound * largest:
             near += 1
     kv, first = 0.0, None
-    for layer in range(len(wanted.keys)):
+    for layer in wanted.keys:
         pairs = ((wanted.keys, got.keys), (wanted.values, got.values))
         error = _worst(*(_relative(a[layer], b[layer]) for a, b in pairs))
         kv = _worst(kv, error)
@@ -209,10 +209,14 @@ def follow_session(session: Session, ids: Sequence[int], tokens: Sequence[int]) 
     m = session.manifest
     decode = next(graph for graph in m.graphs if graph.role == "decode")
     feeds = session.feeds(decode, plan_runs(1, session.position, 1, m.max_kvcache_len)[0], [0])
-    for i, layer in enumerate(m.layers):
-        stored = min(session.position, layer.kv_len)
-        for name, pile, axis in zip(("key", "value"), (trail.keys, trail.values), SLOT_AXES[m.kv_layout], strict=True):
-            pile.append(tokens_first(feeds[f"past_{name}_{i}"], m.kv_layout, axis)[layer.kv_len - stored :])
+    for value in decode.inputs:
+        if value.role in ("past_key", "past_value"):
+            assert value.layer is not None
+            kv_len = m.layers[value.layer].kv_len
+            axis = SLOT_AXES[m.kv_layout][value.role == "past_value"]
+            pile = trail.keys if value.role == "past_key" else trail.values
+            slots = tokens_first(feeds[value.name], m.kv_layout, axis)
+            pile[value.layer] = slots[kv_len - min(session.position, kv_len) :]
     return trail
 
 
@@ -276,8 +280,10 @@ def _check_feeds(m: Manifest, graph: GraphInfo, feeds: Mapping[str, Array], past
     positions = np.array([0] * pads + list(range(past, past + c - pads)))
     for value in graph.inputs:
         fed = feeds[value.name]
-        if value.role == "position_ids" and not np.array_equal(fed[0], positions):
+        if value.role == "position_ids" and not np.array_equal(fed, np.broadcast_to(positions, fed.shape)):
             return f"run at P = {past}: positions {fed[0][:8]}... are not {positions[:8]}..."
+        if value.role in ("embeds", "per_layer_inputs") and np.any(fed[0, :pads]):
+            return f"run at P = {past}: {value.name} of the pads are not zero"
         if not value.role.endswith("attention_mask"):
             continue
         slots = value.shape[-1]

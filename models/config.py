@@ -69,6 +69,13 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Gemma4Config:
+    """What only Gemma 4 has."""
+
+    per_layer_scale: float  # of the rows of the per-layer table
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """One decoder-only language model.
 
@@ -100,6 +107,7 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add
     logit_scale: float = 1.0
+    gemma4: Gemma4Config | None = None  # what only Gemma 4 has
     tied_head: bool = False  # the head is the embedding table, transposed
 
     @property

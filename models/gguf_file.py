@@ -74,6 +74,12 @@ class GgufTensor:
         """Shape of the whole tensor: (out, in), or (length,)."""
         return self.info.shape
 
+    @property
+    def storage(self) -> str:
+        """See `tensors.storage_type`."""
+        kinds = {GGMLQuantizationType.F16: "float16", GGMLQuantizationType.BF16: "bfloat16"}
+        return kinds.get(self.info.type, "float32")
+
     def read(self, start: int, stop: int) -> NDArray[np.float32]:
         """Rows start .. stop - 1, as float32: (stop - start, *shape[1:])."""
         assert 0 <= start <= stop <= self.shape[0], (self.info.name, start, stop, self.shape)

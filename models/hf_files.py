@@ -59,6 +59,7 @@ class _SafeTensor:
                 f"{where}: tensor {name} is {self._slice.get_dtype()}; allowed: {', '.join(_FLOATS)} "
                 "(a quantised checkpoint must be dequantised first)"
             )
+        self.storage = {"F16": "float16", "BF16": "bfloat16"}.get(self._slice.get_dtype(), "float32")
 
     def read(self, start: int, stop: int) -> NDArray[np.float32]:
         """Rows start .. stop - 1, float32."""

@@ -30,6 +30,15 @@ class StoredTensor(Protocol):
         ...
 
 
+def storage_type(tensor: StoredTensor) -> str:
+    """The smallest type that holds every value of a tensor: "float16", "bfloat16" or "float32".
+
+    It is what the file has, if the tensor says so; a computed or a quantised one is float32.
+    """
+    kind: str = getattr(tensor, "storage", "float32")
+    return kind
+
+
 def refuse_lfs_pointer(path: Path) -> None:
     """Raise CheckpointError when the file is a Git LFS pointer in place of the weights."""
     with path.open("rb") as file:

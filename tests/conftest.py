@@ -138,7 +138,15 @@ def trace_once(config: Any, options: Any, rows: int) -> Any:
     from rollkv.export.trace import trace_graph
 
     lengths = (options.chunk_size, options.max_kvcache_len)
-    key = (replace(config, eos_token_ids=()), rows, *lengths, options.kv_layout, options.ids, options.head)
+    key = (
+        replace(config, eos_token_ids=()),
+        rows,
+        *lengths,
+        options.kv_layout,
+        options.ids,
+        options.head,
+        options.input,
+    )
     if key not in _TRACED:
         _TRACED[key] = trace_graph(config, options, rows).SerializeToString()
     return onnx.ModelProto.FromString(_TRACED[key])

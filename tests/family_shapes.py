@@ -5,6 +5,7 @@ heads != kv heads, kv heads == heads / kv heads, head_dim x heads != hidden, win
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 BASE = {
@@ -176,3 +177,22 @@ FAMILY_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {**EXPERTS, **WIDE, "num_local_experts": 5}),
     "olmoe": ("olmoe", {**SQUARE, "num_experts": 5, "num_experts_per_tok": 2}),
 }
+
+
+def make_family(folder: Path, name: str) -> Path:
+    """Save a random model of transformers' own class; norms, biases and weights large enough that an error shows."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family, extra = FAMILY_SHAPES[name]
+    config = AutoConfig.for_model(family, **{**({} if family == "gpt2" else BASE), **extra})
+    torch.manual_seed(len(name))
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(1.0, 0.3)
+            elif float(parameter.std()) < 0.1:  # norms of several heads start at 1, some parameters at zero
+                parameter.normal_(0.0, 0.3)
+    model.save_pretrained(folder)
+    return folder
