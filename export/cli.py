@@ -146,6 +146,14 @@ def export_command(options: argparse.Namespace) -> int:
             f"the mask operand of a prefill run is {operand / 2**20:.2f} MiB (2 bytes x heads x c x C); "
             "above 1 MiB a known HTP compiler pairs rows wrongly: check there, or lower -c"
         )
+    for rope in checkpoint.config.ropes:
+        if rope.type in ("dynamic", "longrope"):
+            long = chosen.max_kvcache_len > (rope.original_max_position or 0)
+            progress.line(
+                f"rope type {rope.type}: scaled for C = {chosen.max_kvcache_len} whatever the prompt's length "
+                f"({'above' if long else 'up to'} the original {rope.original_max_position} positions); transformers "
+                "chooses anew for each length"
+            )
     summary = {
         "bundle": str(output),
         "max_lm_input_len": chosen.max_lm_input_len,

@@ -114,19 +114,32 @@ class Reference:
         return trail, tokens[:-1]
 
     @torch.no_grad()
+    def rows(self, ids: Sequence[int], positions: Sequence[int] | None = None) -> list[Array]:
+        """One full pass, by default at positions 0, 1, ...; the logits (V,) of every row."""
+        where: dict[str, Any] = {}
+        if positions is not None:  # with a mask: transformers takes a gap between positions for the next text
+            lowest = torch.full((1, 1, len(ids), len(ids)), torch.finfo(torch.float32).min)
+            where = {"position_ids": torch.tensor([list(positions)]), "attention_mask": self._masks(lowest.triu(1))}
+        return [row.numpy() for row in self._model(torch.tensor([list(ids)]), use_cache=False, **where).logits[0]]
+
+    @torch.no_grad()
     def masked(self, ids: Sequence[int], visible: NDArray[np.bool_], keep: int) -> list[Array]:
         """One full pass where query q sees key k iff visible[q, k]; the logits (V,) of the last `keep` rows."""
-        n = len(ids)
-        lowest = torch.finfo(torch.float32).min
-        distance = torch.arange(n)[:, None] - torch.arange(n)[None, :]
-        full = torch.where(torch.from_numpy(visible), 0.0, lowest)[None, None]
-        masks: Any = full
-        window = next((w for w in self._windows if w is not None), None)
-        if window is not None:
-            sliding = torch.where(distance < window, full, lowest)
-            masks = sliding if None not in self._windows else {"full_attention": full, "sliding_attention": sliding}
-        out = self._model(torch.tensor([list(ids)]), attention_mask=masks, use_cache=False, logits_to_keep=keep)
+        full = torch.where(torch.from_numpy(visible), 0.0, torch.finfo(torch.float32).min)[None, None]
+        out = self._model(
+            torch.tensor([list(ids)]), attention_mask=self._masks(full), use_cache=False, logits_to_keep=keep
+        )
         return [row.numpy() for row in out.logits[0]]
+
+    def _masks(self, full: torch.Tensor) -> Any:
+        """An additive mask (1, 1, n, n), cut to the window where layers have one, as transformers' models take it."""
+        window = next((w for w in self._windows if w is not None), None)
+        if window is None:
+            return full
+        n = full.shape[-1]
+        distance = torch.arange(n)[:, None] - torch.arange(n)[None, :]
+        sliding = torch.where(distance < window, full, torch.finfo(torch.float32).min)
+        return sliding if None not in self._windows else {"full_attention": full, "sliding_attention": sliding}
 
 
 def _fix_rope(model: Any, slots: int) -> None:

@@ -29,6 +29,7 @@ def describe(m: Manifest) -> list[tuple[str, str]]:
     cache = sum(_bytes(v.shape, v.dtype) for v in graph.inputs if v.role in ("past_key", "past_value"))
     tokens = next(value for value in graph.inputs if value.role in ("ids", "embeds"))
     shape = ", ".join(map(str, tokens.shape))
+    fixed = [f", {name} rotation scaled for {rope.fixed_for}" for name, rope in m.rope.items() if rope.fixed_for]
     seen = "" if m.image_attention == "causal" else ", text only: the model's image attention is bidirectional"
     return [
         (
@@ -45,7 +46,7 @@ def describe(m: Manifest) -> list[tuple[str, str]]:
             for name, table in (("embedding", m.embedding), ("per layer", m.per_layer_embedding))
             if table is not None
         ),
-        ("positions", f"{m.max_position}" + (", three-part" if m.three_part else "")),
+        ("positions", f"{m.max_position}" + (", three-part" if m.three_part else "") + "".join(fixed)),
         *(("layers", text) for text in _layers(m.layers)),
         ("cache", f"{m.kv_layout}, {m.dtype}, {cache / _MIB:.1f} MiB"),
         ("mask", f"0 visible, {m.mask_value:g} hidden"),

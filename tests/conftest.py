@@ -136,10 +136,23 @@ def trace_once(config: Any, options: Any, rows: int) -> Any:
     import onnx
 
     from rollkv.export.trace import trace_graph
+    from rollkv.models.config import RopeConfig
 
+    # Of a rotary embedding the graph has the shape of its tables; their values are weights.
+    ropes = tuple(
+        RopeConfig(
+            name=rope.name,
+            type="default",
+            theta=1.0,
+            rotary_dim=rope.rotary_dim,
+            sections=rope.sections,
+            query_scale=rope.query_scale and (1.0, 1),
+        )
+        for rope in config.ropes
+    )
     lengths = (options.chunk_size, options.max_kvcache_len)
     key = (
-        replace(config, eos_token_ids=()),
+        replace(config, family="", eos_token_ids=(), ropes=ropes),
         rows,
         *lengths,
         options.kv_layout,

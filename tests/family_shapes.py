@@ -5,6 +5,7 @@ heads != kv heads, kv heads == heads / kv heads, head_dim x heads != hidden, win
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,7 @@ FAMILY_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "internlm3": ("internlm3", {**WIDE, "qkv_bias": True, "bias": True}),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}),
     "qwen2_moe": (
         "qwen2_moe",
@@ -179,13 +181,24 @@ FAMILY_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_family(folder: Path, name: str) -> Path:
-    """Save a random model of transformers' own class; norms, biases and weights large enough that an error shows."""
+def shapes_of(*families: str) -> list[str]:
+    """Names of the shapes of some families."""
+    return [name for name, (family, _) in FAMILY_SHAPES.items() if family in families]
+
+
+def make_family(folder: Path, name: str, **more: Any) -> Path:
+    """Save a random model of transformers' own class; norms, biases and weights large enough that an error shows.
+
+    internlm3 has no class there: it is saved as llama, and its config rewritten.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, extra = FAMILY_SHAPES[name]
-    config = AutoConfig.for_model(family, **{**({} if family == "gpt2" else BASE), **extra})
+    settings = {**({} if family == "gpt2" else BASE), **extra, **more}
+    if family == "internlm3":
+        settings |= {"attention_bias": settings["qkv_bias"] or settings["bias"], "mlp_bias": settings["bias"]}
+    config = AutoConfig.for_model("llama" if family == "internlm3" else family, **settings)
     torch.manual_seed(len(name))
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -195,4 +208,9 @@ def make_family(folder: Path, name: str) -> Path:
             elif float(parameter.std()) < 0.1:  # norms of several heads start at 1, some parameters at zero
                 parameter.normal_(0.0, 0.3)
     model.save_pretrained(folder)
+    if family == "internlm3":
+        file = folder / "config.json"
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        del raw["attention_bias"], raw["mlp_bias"]
+        file.write_text(json.dumps({**raw, "model_type": "internlm3"}), encoding="utf-8")
     return folder
