@@ -16,11 +16,11 @@ from rollkv.runtime.bundle import GraphInfo, ValueInfo
 
 MAX_RANK = 4
 ALLOWED_OPS = frozenset(
-    """
-    Add Concat Div Erf Gather Gemm MatMul Mul Neg ReduceMean Relu Reshape Sigmoid Slice Softmax Sqrt Sub Tanh Transpose
-    Unsqueeze
-    """.split()
-)
+    [
+        "Add", "Concat", "Div", "Erf", "Gather", "Gemm", "MatMul", "Mul", "Neg", "ReduceMean", "Relu", "Reshape",
+        "Sigmoid", "Slice", "Softmax", "Sqrt", "Sub", "Tanh", "Transpose", "Unsqueeze",
+    ]
+)  # fmt: skip
 ROUTING_OPS = frozenset({"Cast", "Equal", "ReduceSum", "TopK"})  # only a mixture of experts has them
 # Above this many bytes of a float16 mask operand (heads x c x C) a known HTP compiler pairs rows wrongly.
 MASK_OPERAND_LIMIT = 1 << 20

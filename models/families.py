@@ -75,7 +75,6 @@ _GEOMETRY = {
     "rope_theta": None,
     "rope_scaling": None,
     "rope_parameters": None,
-    "partial_rotary_factor": None,
     "bos_token_id": None,
     "eos_token_id": None,
 }
@@ -83,6 +82,7 @@ _ONE_TWO = {"bos_token_id": 1, "eos_token_id": 2}
 _WINDOW_SWITCH = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 _LAYER_NORM = {"layer_norm_eps": 1e-5}
 _NEEDS_KV = {"num_key_value_heads": REQUIRED}
+_PART = {"partial_rotary_factor": None}  # of families that may turn a part of each head only
 
 
 def _geometry(*without: str, **more: Any) -> dict[str, Any]:
@@ -148,7 +148,12 @@ _ROWS = (
     Family(
         model_type="gemma",
         settings=_geometry(
-            "hidden_act", head_dim=256, hidden_activation=None, **_GEMMA, use_bidirectional_attention=None
+            "hidden_act",
+            num_key_value_heads=16,
+            head_dim=256,
+            hidden_activation=None,
+            **_GEMMA,
+            use_bidirectional_attention=None,
         )
         | {"hidden_act": "gelu_pytorch_tanh"},
         fixed={"use_bidirectional_attention": False, "hidden_activation": "gelu_pytorch_tanh"},
@@ -161,6 +166,7 @@ _ROWS = (
         model_type="gemma2",
         settings=_geometry(
             "hidden_act",
+            num_key_value_heads=4,
             head_dim=256,
             hidden_activation="gelu_pytorch_tanh",
             **_GEMMA,
@@ -194,6 +200,7 @@ _ROWS = (
         model_type="gemma3_text",
         settings=_geometry(
             "hidden_act",
+            num_key_value_heads=4,
             head_dim=256,
             hidden_activation="gelu_pytorch_tanh",
             **_GEMMA,
@@ -246,7 +253,7 @@ _ROWS = (
     ),
     Family(
         model_type="phi",
-        settings=_geometry("rms_norm_eps", "head_dim", **_LAYER_NORM, qk_layernorm=False, **_ONE_TWO)
+        settings=_geometry("rms_norm_eps", "head_dim", **_LAYER_NORM, **_PART, qk_layernorm=False, **_ONE_TWO)
         | {"hidden_act": "gelu_new"},
         keys={"rms_norm_eps": "layer_norm_eps"},
         fields={
@@ -269,6 +276,7 @@ _ROWS = (
         model_type="phi3",
         settings=_geometry(
             "head_dim",
+            **_PART,
             rms_norm_eps=1e-5,
             original_max_position_embeddings=4096,
             sliding_window=None,
@@ -377,6 +385,8 @@ _ROWS = (
             "rms_norm_eps",
             "head_dim",
             **_LAYER_NORM,
+            **_PART,
+            num_key_value_heads=32,
             use_qkv_bias=False,
             qk_layernorm=False,
             use_parallel_residual=False,
@@ -402,7 +412,6 @@ _ROWS = (
             "rms_norm_eps",
             "head_dim",
             "num_key_value_heads",
-            "partial_rotary_factor",
             **_LAYER_NORM,
             use_parallel_residual=True,
             attention_bias=True,
@@ -443,6 +452,7 @@ _ROWS = (
             "n_layer": REQUIRED,
             "n_head": REQUIRED,
             "n_positions": REQUIRED,
+            "n_ctx": None,  # n_positions once more, which nothing reads
             "n_inner": None,
             "activation_function": "gelu_new",
             "layer_norm_epsilon": 1e-5,
@@ -485,6 +495,7 @@ _ROWS = (
     Family(
         model_type="glm",
         settings=_geometry(
+            **_PART,
             head_dim=128,
             num_key_value_heads=2,
             rms_norm_eps=1.5625e-07,
@@ -499,6 +510,7 @@ _ROWS = (
     Family(
         model_type="glm4",
         settings=_geometry(
+            **_PART,
             head_dim=128,
             num_key_value_heads=2,
             rms_norm_eps=1.5625e-07,
@@ -575,7 +587,7 @@ _ROWS = (
     Family(
         model_type="nemotron",
         settings=_geometry(
-            "rms_norm_eps", norm_eps=1e-5, attention_bias=False, mlp_bias=False, bos_token_id=2, eos_token_id=3
+            "rms_norm_eps", **_PART, norm_eps=1e-5, attention_bias=False, mlp_bias=False, bos_token_id=2, eos_token_id=3
         )
         | {"hidden_act": "relu2"},
         keys={"rms_norm_eps": "norm_eps"},
@@ -587,6 +599,7 @@ _ROWS = (
     Family(
         model_type="exaone4",
         settings=_geometry(
+            num_key_value_heads=32,
             rms_norm_eps=1e-5,
             sliding_window=4096,
             sliding_window_pattern=4,
@@ -627,6 +640,7 @@ _ROWS = (
     Family(
         model_type="seed_oss",
         settings=_geometry(
+            num_key_value_heads=8,
             head_dim=128,
             attention_bias=True,
             attention_out_bias=False,
@@ -639,6 +653,7 @@ _ROWS = (
     Family(
         model_type="helium",
         settings=_geometry(
+            num_key_value_heads=20,
             head_dim=128,
             rms_norm_eps=1e-8,
             attention_bias=False,
@@ -651,7 +666,10 @@ _ROWS = (
     ),
     Family(
         model_type="internlm3",
-        settings=_geometry(qkv_bias=False, bias=False, bos_token_id=1, eos_token_id=2),
+        # Its own code and transformers' class differ in what an absent size stands for.
+        settings=_geometry(
+            **_NEEDS_KV, head_dim=REQUIRED, rms_norm_eps=REQUIRED, qkv_bias=False, bias=False, **_ONE_TWO
+        ),
         biases={"qkv": "qkv_bias", "out": "bias", "mlp": "bias"},
     ),
     Family(
@@ -665,7 +683,14 @@ _ROWS = (
     ),
     Family(
         model_type="ministral3",
-        settings=_geometry(head_dim=None, rms_norm_eps=1e-5, sliding_window=None, rope_parameters=REQUIRED, **_ONE_TWO),
+        settings=_geometry(
+            num_key_value_heads=8,
+            head_dim=128,
+            rms_norm_eps=1e-5,
+            sliding_window=None,
+            rope_parameters=REQUIRED,
+            **_ONE_TWO,
+        ),
         windows="all",
         theta=1000000.0,
     ),
@@ -693,6 +718,7 @@ _ROWS = (
         model_type="qwen2_moe",
         settings=_geometry(
             "head_dim",
+            num_key_value_heads=16,
             **_WINDOW_SWITCH,
             num_experts=60,
             num_experts_per_tok=4,

@@ -78,7 +78,7 @@ def make_norm(config: DecoderConfig) -> nn.Module:
 
 
 def _qk_norm(config: DecoderConfig, heads: int, head_dim: int) -> nn.Module | None:
-    """The norm of queries or keys: over each head (every head with the same weight, or its own), or over all of them."""
+    """The norm of queries or keys: over each head, every head with the same weight or its own, or over all of them."""
     kind, eps = config.qk_norm, config.norm_eps
     if kind is None:
         return None

@@ -16,7 +16,9 @@ from rollkv.models.rope_settings import merge_rope, read_rope
 
 # No model is near them: a damaged number is refused before memory is asked for. Beyond 2^24 float32 skips positions.
 LARGEST = {"num_hidden_layers": 10_000, "max_position_embeddings": 2**24}
-_FIXED = {"is_causal": True}  # transformers reads it from any config: false lets a row see later tokens
+# Of every family whose row does not say otherwise. transformers reads is_causal from any config: false lets a row see
+# later tokens. partial_rotary_factor it would overlook.
+_FIXED = {"is_causal": True, "partial_rotary_factor": 1.0}
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -38,17 +40,20 @@ _ACTIVATIONS = {
 }
 # Settings that say nothing about the numbers of a forward pass in evaluation mode.
 _HARMLESS = frozenset(
-    """
-    _attn_implementation _attn_implementation_autoset _name_or_path architectures attention_dropout
-    attn_implementation attn_pdrop auto_map bad_words_ids chunk_size_feed_forward classifier_dropout dtype embd_pdrop
-    embedding_dropout eod_token_id finetuning_task hidden_dropout id2label im_end_id im_start_id initializer_range
-    is_decoder is_llama_config label2id model_type name_or_path org_vocab_size output_attentions output_hidden_states
-    output_router_logits pad_token_id pretraining_tp problem_type resid_pdrop residual_dropout return_dict
-    router_aux_loss_coef router_jitter_noise sep_token_id summary_activation summary_first_dropout
-    summary_proj_to_labels summary_type summary_use_proj task_specific_params text_len tokenizer_class torch_dtype
-    transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version use_cache
-    """.split()
-)
+    [
+        "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout",
+        "attn_implementation", "attn_pdrop", "auto_map", "bad_words_ids", "chunk_size_feed_forward",
+        "classifier_dropout", "dtype", "embd_pdrop", "embedding_dropout", "eod_token_id", "finetuning_task",
+        "hidden_dropout", "id2label", "im_end_id", "im_start_id", "initializer_range", "is_decoder",
+        "is_llama_config", "label2id", "model_type", "name_or_path", "org_vocab_size", "output_attentions",
+        "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type",
+        "resid_pdrop", "residual_dropout", "return_dict", "router_aux_loss_coef", "router_jitter_noise",
+        "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+        "summary_use_proj", "task_specific_params", "text_len", "tokenizer_class", "torch_dtype",
+        "transformers.js_config", "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version",
+        "use_cache",
+    ]
+)  # fmt: skip
 
 
 def read_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
@@ -121,7 +126,7 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
 
 def _settings(family: Family, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Every setting of the row with its value or its default, checked one by one."""
-    fixed = {**_FIXED, **family.fixed}
+    fixed = {key: value for key, value in _FIXED.items() if key not in family.settings} | dict(family.fixed)
     for key, value in raw.items():
         if key in fixed and value is not None and value != fixed[key]:
             raise CheckpointError(f"{where}: {key} is {value!r}; allowed for {family.model_type}: {fixed[key]!r}")
@@ -159,7 +164,8 @@ def _fields(family: Family, got: Mapping[str, Any], where: str) -> dict[str, Any
             setting = got[value.name]
             if setting is None:
                 continue
-            fields[name] = value.through(setting if isinstance(setting, bool) else _positive(got, value.name, where))
+            switch = isinstance(family.settings[value.name], bool)  # and _settings has checked it
+            fields[name] = value.through(setting if switch else _positive(got, value.name, where))
         else:
             fields[name] = value
     return fields
@@ -187,7 +193,7 @@ def _windows(family: Family, got: Mapping[str, Any], where: str) -> tuple[int | 
     ):
         raise CheckpointError(f"{where}: layer_types {str(kinds)[:80]} must be {layers} of {', '.join(known)}")
     window: int | None = got.get("sliding_window") or None
-    if family.windows == "none" or window is None or got.get("use_sliding_window") is False:
+    if family.windows == "none" or window is None or not got.get("use_sliding_window", True):
         return (None,) * layers
     _count(window, "sliding_window", where, 2**31, "a positive integer or null")
     if family.windows in ("all", "switch-all"):
@@ -196,7 +202,8 @@ def _windows(family: Family, got: Mapping[str, Any], where: str) -> tuple[int | 
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     if family.windows == "pattern":
         period = next(
-            (got[k] for k in ("sliding_window_pattern", "_sliding_window_pattern") if got.get(k)), family.pattern
+            (got[k] for k in ("sliding_window_pattern", "_sliding_window_pattern") if got.get(k) is not None),
+            family.pattern,
         )
         if isinstance(period, str) and period and set(period) <= {"L", "G"}:  # EXAONE writes LLLG
             return tuple(window if period[i % len(period)] == "L" else None for i in range(layers))
@@ -244,11 +251,13 @@ def _ropes(
         for ours, theirs in family.keys.items()
         if ours in ("rope_theta", "partial_rotary_factor") and got[theirs] is not None
     }
+    in_part = "partial_rotary_factor" in {*family.settings, *family.keys}  # else read_rope refuses all but 1
     ropes, positions = [], max_position
     for name in family.ropes:
         kind = {"full": "full_attention", "sliding": "sliding_attention"}[name] if len(family.ropes) > 1 else None
         merged = merge_rope({**got, **renamed}, theta_default=family.theta, kind=kind, where=where)
-        share = merged.get("partial_rotary_factor") or family.rotary_factor
+        share = merged.get("partial_rotary_factor") if in_part else None
+        share = family.rotary_factor if share is None else share
         if not _is_positive(share) or share > 1:
             raise CheckpointError(f"{where}: partial_rotary_factor is {share!r}, allowed: above 0, up to 1")
         rope, reach = read_rope(
@@ -275,12 +284,15 @@ def _experts(family: Family, got: Mapping[str, Any], where: str) -> tuple[Expert
     count, top_k, width = (_count(got[key], key, where, 2**16) for key in (count_key, top_key, width_key))
     if top_k > count:
         raise CheckpointError(f"{where}: {top_key} is {top_k}, allowed: up to {count_key} {count}")
+    shared: int = got.get("shared_expert_intermediate_size") or 0
+    if shared != 0:
+        _count(shared, "shared_expert_intermediate_size", where, 2**31)
     experts = ExpertsConfig(
         count=count,
         top_k=top_k,
         width=width,
         normalise=normalise if isinstance(normalise, bool) else bool(got[normalise]),
-        shared_width=got.get("shared_expert_intermediate_size", 0),
+        shared_width=shared,
     )
     step, dense = got.get("decoder_sparse_step", 1), got.get("mlp_only_layers") or []
     _count(step, "decoder_sparse_step", where, 2**31)

@@ -1,0 +1,683 @@
+"""A config.json is read as transformers reads it, and whatever is not understood is refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import SMALL
+
+from rollkv.models.config import CheckpointError, DecoderConfig, RopeConfig
+from rollkv.models.families import FAMILIES, REQUIRED
+from rollkv.models.settings import read_config
+from rollkv.runtime.mask import causal_mask
+
+BARE = {
+    "model_type": "llama",
+    "vocab_size": 307,
+    "hidden_size": 36,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MOE = {"model_type": "qwen2_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 22}
+
+
+def bare(family: str, **more: Any) -> dict[str, Any]:
+    """The least that a config.json of this family may hold."""
+    raw = {**BARE, "hidden_size": 48, "model_type": family, "vocab_size": 300_000, "num_hidden_layers": 9}
+    if family in ("phi", "gpt_neox"):  # heads of 16: they turn a half or a quarter of it
+        raw["num_attention_heads"] = raw["num_key_value_heads"] = 3
+    raw |= {key: value for key, value in NEEDED.items() if FAMILIES[family].settings.get(key) is REQUIRED}
+    theirs = FAMILIES[family].keys
+    return {theirs.get(key, key): value for key, value in {**raw, **more}.items() if known(family, key)}
+
+
+NEEDED = {"head_dim": 8, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+
+
+def known(family: str, key: str) -> bool:
+    row = FAMILIES[family]
+    return key == "model_type" or row.keys.get(key, key) in {**row.settings, **row.fixed}
+
+
+def saved(folder: Path, family: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
+    """transformers' config object, and the config.json that it writes."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family, **{**SMALL, **settings})
+    config.save_pretrained(folder)
+    return config, json.loads((folder / "config.json").read_text())
+
+
+def read(**settings: Any) -> DecoderConfig:
+    return read_config({**BARE, **settings}, "config.json")
+
+
+def rope(**settings: Any) -> RopeConfig:
+    return read(**settings).ropes[0]
+
+
+def refused(match: str, **settings: Any) -> None:
+    with pytest.raises(CheckpointError, match=match) as caught:
+        read(**settings)
+    assert str(caught.value).startswith("config.json: ")
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+# What is there, and what is not
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_an_absent_setting_stands_for_what_transformers_takes_for_it(family: str) -> None:
+    from transformers import AutoConfig
+
+    raw = bare(family)
+    whole = AutoConfig.for_model(family, **{key: value for key, value in raw.items() if key != "model_type"}).to_dict()
+    assert len(whole) > 1.5 * len(raw)
+    assert read_config(raw, "config.json") == read_config(whole, "config.json")
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_with_every_number_given_it_is_read_as_transformers_holds_it(family: str) -> None:
+    from transformers import AutoConfig
+
+    raw = bare(family, rms_norm_eps=3e-4, rope_theta=777.0, tie_word_embeddings=True, bos_token_id=3, eos_token_id=[4])
+    theirs = AutoConfig.for_model(family, **{key: value for key, value in raw.items() if key != "model_type"})
+    config = read_config(raw, "config.json")
+    layer = config.layers[0]
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    kv_heads = getattr(theirs, "num_key_value_heads", None) or theirs.num_attention_heads
+    assert (config.num_heads, layer.kv_heads, layer.head_dim) == (theirs.num_attention_heads, kv_heads, head_dim)
+    assert (config.norm_eps, config.max_position) == (3e-4, 256)
+    assert (config.tied_head, config.bos_token_id, config.eos_token_ids) == (True, 3, (4,))
+    if config.ropes and "rope_parameters" not in raw:
+        own = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+        assert config.ropes[0].theta == own["rope_theta"] == 777.0
+
+
+def test_biases_follow_the_settings_and_qwen2_has_them_always() -> None:
+    def biases(**settings: Any) -> set[str]:
+        return set(read(**settings).biases)
+
+    assert biases() == set()
+    assert biases(attention_bias=True) == {"qkv", "out"}
+    assert biases(mlp_bias=True) == {"mlp"}
+    assert biases(model_type="qwen2") == {"qkv"}
+    assert biases(model_type="qwen3", attention_bias=True) == {"qkv", "out"}
+    assert biases(**MOE) == {"qkv"}
+    assert biases(**MOE, qkv_bias=False) == set()
+    assert biases(model_type="starcoder2") == {"qkv", "out", "mlp"}
+    assert biases(model_type="starcoder2", use_bias=False) == set()
+    assert biases(model_type="seed_oss", head_dim=6, attention_out_bias=True) == {"qkv", "out"}
+    assert biases(model_type="phi", partial_rotary_factor=0.34) == {"qkv", "out", "mlp", "head"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "value"),
+    [
+        ({"model_type": "gemma", "head_dim": 6}, "embedding_scale", 6.0),  # sqrt(hidden_size)
+        ({"model_type": "gemma2", "head_dim": 6, "query_pre_attn_scalar": 16}, "attention_scale", 0.25),
+        ({"model_type": "granite", "logits_scaling": 8}, "logit_scale", 0.125),
+        ({"model_type": "granite", "attention_multiplier": 0.5}, "attention_scale", 0.5),
+        ({"model_type": "cohere", "logit_scale": 0.25}, "logit_scale", 0.25),
+        ({"model_type": "phi", "partial_rotary_factor": 0.34, "qk_layernorm": True}, "qk_norm", "layer-head"),
+        ({"model_type": "stablelm", "partial_rotary_factor": 0.34, "qk_layernorm": True}, "qk_norm", "layer-heads"),
+        ({"model_type": "stablelm", "partial_rotary_factor": 0.34}, "order", "pre"),
+        (
+            {"model_type": "stablelm", "partial_rotary_factor": 0.34, "use_parallel_residual": True},
+            "order",
+            "parallel",
+        ),
+    ],
+)
+def test_a_row_makes_a_field_of_a_setting(settings: dict[str, Any], field: str, value: Any) -> None:
+    assert getattr(read(**settings), field) == value
+
+
+@pytest.mark.parametrize("value", [True, "2", 0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("granite", "embedding_multiplier"),
+        ("granite", "logits_scaling"),
+        ("granite", "residual_multiplier"),
+        ("granite", "attention_multiplier"),
+        ("cohere", "logit_scale"),
+        ("gemma2", "query_pre_attn_scalar"),
+        ("gemma2", "attn_logit_softcapping"),
+        ("gemma2", "final_logit_softcapping"),
+    ],
+)
+def test_a_factor_must_be_a_positive_number(family: str, key: str, value: Any) -> None:
+    refused(f"{key} is .*, must be a positive number", model_type=family, **{key: value})
+
+
+# Activations
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({}, "silu"),
+        ({"hidden_act": "swish"}, "silu"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "gelu_new"}, "gelu-tanh"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "gelu-tanh"),
+        ({"hidden_act": "relu"}, "relu"),
+        ({"model_type": "arcee"}, "relu2"),
+        ({"model_type": "gemma", "head_dim": 6, "hidden_act": "gelu"}, "gelu-tanh"),  # as its first release meant it
+    ],
+)
+def test_an_activation_is_known_by_the_names_that_transformers_has_for_it(
+    settings: dict[str, Any], kind: str
+) -> None:
+    assert read(**settings).activation == kind
+
+
+@pytest.mark.parametrize("value", ["mish", "quick_gelu", None, 3, ["silu"]])
+def test_another_activation_is_named_with_those_that_are_allowed(value: Any) -> None:
+    refused(
+        "hidden_act .* is not supported; allowed: 'silu', 'swish', 'gelu', 'gelu_new', 'gelu_pytorch_tanh', 'relu', ",
+        hidden_act=value,
+    )
+
+
+# Windows
+
+
+WINDOWS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": 1}),
+    ("mistral", {"sliding_window": 5}),
+    ("mistral", {"sliding_window": 100}),
+    ("qwen2", {}),
+    ("qwen2", {"use_sliding_window": False, "sliding_window": 5}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 5}),  # max_window_layers 28 is above every layer
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
+    (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    ("gemma2", {"sliding_window": 4}),
+    ("gemma3_text", {"sliding_window": 4, "sliding_window_pattern": 2}),
+    ("olmo3", {"sliding_window": 4}),
+    ("olmo3", {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+    ("cohere2", {"sliding_window": 4, "sliding_window_pattern": 3}),
+    ("exaone4", {"sliding_window": 4, "sliding_window_pattern": 2}),
+    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 4, "no_rope_layer_interval": 2}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 4, "no_rope_layers": [0, 1, 1]}),
+    ("smollm3", {"sliding_window": 4, "no_rope_layer_interval": 2}),
+    ("phi3", {"sliding_window": 4}),
+    ("starcoder2", {"sliding_window": 4}),
+    ("mixtral", {"sliding_window": 4}),
+    ("ministral3", {"sliding_window": 4}),
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 4}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 4}),
+]
+
+
+@pytest.mark.parametrize(("family", "settings"), WINDOWS)
+def test_visible_keys_per_row_equal_the_masks_that_transformers_hands_to_each_layer(
+    tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    n = 12
+    theirs, raw = saved(tmp_path, family, num_hidden_layers=3, pad_token_id=0, **settings)
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(theirs, **eager)
+    masks = []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+    with torch.no_grad():
+        model(torch.arange(n)[None])
+    asked = {**raw, "layer_types": None} if "layer_types" not in settings else raw  # that it fills in when it saves
+    asked |= {key: settings[key] for key in settings if key.endswith("pattern")}
+    if "no_rope_layers" not in settings:
+        asked["no_rope_layers"] = None
+    for given in (raw, asked):
+        windows = read_config(given, "config.json").windows
+        assert len(windows) == len(masks) == 3
+        for window, mask in zip(windows, masks, strict=True):
+            ours = causal_mask(np.ones(n, np.int64), -1.0, window) == 0
+            np.testing.assert_array_equal(ours, mask[0, 0].numpy() == 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("mistral", {}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}),
+        ("qwen3", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}),
+        ("gemma2", {"head_dim": 6}),
+    ],
+)
+def test_a_window_of_zero_is_none(family: str, settings: dict[str, Any]) -> None:
+    assert read(model_type=family, sliding_window=0, **settings).windows == (None, None)
+
+
+def test_a_switch_that_is_null_is_off() -> None:
+    asked = {"model_type": "qwen2", "sliding_window": 5, "max_window_layers": 0}
+    assert read(**asked, use_sliding_window=True).windows == (5, 5)
+    assert read(**asked, use_sliding_window=None).windows == (None, None)
+
+
+def test_layer_types_are_checked_even_where_the_windows_are_off() -> None:
+    refused("layer_types .* must be 2 of", model_type="qwen3", layer_types=["linear_attention", "full_attention"])
+    assert read(model_type="qwen3", layer_types=["full_attention"] * 2).windows == (None, None)
+
+
+@pytest.mark.parametrize("window", [-1, 2.5, "4096", True, [3]])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "exaone4"])
+def test_a_window_that_is_no_number_of_tokens_is_refused(family: str, window: Any) -> None:
+    refused("sliding_window is .*, must be a positive integer or null", model_type=family, sliding_window=window)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [["full_attention"], ["full_attention", "chunked_attention"], "full_attention", [["full_attention"], []], 3],
+)
+def test_layer_types_must_be_one_known_word_per_layer(kinds: Any) -> None:
+    refused(
+        "layer_types .* must be 2 of full_attention, sliding_attention",
+        model_type="qwen3",
+        use_sliding_window=True,
+        layer_types=kinds,
+    )
+
+
+@pytest.mark.parametrize("value", ["1", 1.5, -1, True, None])
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe"])
+def test_max_window_layers_must_be_a_number_of_layers(family: str, value: Any) -> None:
+    settings = {**MOE, "model_type": family} if family == "qwen2_moe" else {"model_type": family}
+    refused("max_window_layers is .*, must be", **settings, use_sliding_window=True, max_window_layers=value)
+
+
+@pytest.mark.parametrize("period", [0, -2, 1.5, True, "", "LX", [2], "lg"])
+@pytest.mark.parametrize("family", ["gemma3_text", "cohere2", "exaone4"])
+def test_a_pattern_of_windows_must_be_a_period(family: str, period: Any) -> None:
+    refused(
+        "sliding_window_pattern is .*, must be a positive integer", model_type=family, sliding_window_pattern=period
+    )
+
+
+def test_a_pattern_of_windows_may_be_spelt_and_layer_types_go_before_it() -> None:
+    asked = {"model_type": "exaone4", "num_hidden_layers": 5, "sliding_window": 9, "sliding_window_pattern": "LLG"}
+    assert read(**asked).windows == (9, 9, None, 9, 9)
+    kinds = ["full_attention"] * 4 + ["sliding_attention"]
+    assert read(**asked, layer_types=kinds).windows == (None, None, None, None, 9)
+    assert read(**{**asked, "sliding_window_pattern": None}).windows == (9, 9, 9, None, 9)  # the family's own: 4
+
+
+# Which layers turn
+
+
+def turning(**settings: Any) -> list[str | None]:
+    return [layer.rope for layer in read(num_hidden_layers=4, **settings).layers]
+
+
+def test_layers_that_do_not_turn_are_those_that_transformers_has(tmp_path: Path) -> None:
+    assert turning() == ["full"] * 4
+    for settings in ({}, {"no_rope_layer_interval": 3}, {"no_rope_layers": [0, 1, 1, 0]}):
+        theirs, _ = saved(tmp_path, "smollm3", num_hidden_layers=4, **settings)
+        ours = turning(model_type="smollm3", **settings)
+        assert [name is not None for name in ours] == [bool(turn) for turn in theirs.no_rope_layers]
+    windowed = {"num_hidden_layers": 4, "sliding_window": 5}
+    for family in ("cohere2", "exaone4"):
+        theirs, _ = saved(tmp_path, family, **windowed)
+        sliding = [kind == "sliding_attention" for kind in theirs.layer_types]
+        assert [name is not None for name in turning(model_type=family, sliding_window=5)] == sliding
+    assert turning(model_type="exaone4", sliding_window=None) == ["full"] * 4
+    assert turning(model_type="cohere2", layer_types=["full_attention"] * 4) == [None] * 4
+
+
+def test_a_model_none_of_whose_layers_turn_has_no_rotary_embedding() -> None:
+    assert read(model_type="cohere2", layer_types=["full_attention"] * 2).ropes == ()
+
+
+@pytest.mark.parametrize("value", [[1], [1, 2], [1, 1, 1], "11", 1, [1, "0"], [[1], 0]])
+def test_no_rope_layers_must_be_one_switch_per_layer(value: Any) -> None:
+    refused("no_rope_layers .* must be 2 of 0 and 1", model_type="smollm3", no_rope_layers=value)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, "4", None, True])
+def test_the_interval_of_layers_that_do_not_turn_must_be_a_period(value: Any) -> None:
+    refused("no_rope_layer_interval is .*, must be a positive", model_type="smollm3", no_rope_layer_interval=value)
+
+
+# Rotary settings, as far as they are not `rope_settings.py`'s
+
+
+def test_rope_settings_read_the_same_from_the_older_and_the_newer_form() -> None:
+    linear = rope(rope_scaling={"type": "linear", "factor": 2.0}, rope_theta=5000.0)
+    assert (linear.type, linear.factor, linear.theta) == ("linear", 2.0, 5000.0)
+    assert linear == rope(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0})
+    older = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+    llama3 = rope(rope_scaling=older, rope_theta=500000.0)
+    assert llama3 == rope(rope_parameters=LLAMA3)
+    assert (llama3.factor, llama3.low_freq_factor, llama3.high_freq_factor) == (8.0, 1.0, 4.0)
+    assert (llama3.original_max_position, llama3.theta, llama3.rotary_dim) == (64, 500000.0, 6)
+    assert rope(rope_theta=1e6, rope_scaling=None).theta == 1e6
+    assert read(rope_parameters={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0}) == read(
+        rope_theta=1e6
+    )
+
+
+def test_the_older_rope_form_gives_the_frequencies_that_transformers_computes_from_it(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rollkv.models.rope import inverse_frequencies
+
+    for scaling in ({"type": "linear", "factor": 2.0}, {k: v for k, v in LLAMA3.items() if k != "rope_theta"}):
+        raw = {**BARE, "rope_theta": 5000.0, "rope_scaling": scaling}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+        ours = inverse_frequencies(read_config(raw, "config.json").ropes[0], 8)
+        np.testing.assert_allclose(np.asarray(ours), model.model.rotary_emb.inv_freq.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["ntk", "xpos", "foo", None, 3, ["linear"]])
+@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
+def test_an_unknown_rope_type_names_those_that_are_supported(kind: Any, where: str) -> None:
+    refused(
+        "rope type .* is not supported; supported: default, linear, dynamic, llama3, yarn, longrope, proportional",
+        **{where: {"rope_type": kind, "factor": 2.0}},
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "'partial_rotary_factor' = 0.5 turns 3 dimensions of a head; this model turns 6 of 6",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; allowed for llama: 1.0"),
+        ({"rope_scaling": {"type": "linear"}}, "rope setting 'factor' is None, must be a positive number"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "'factor' is 0, must be a positive number"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "'factor' is '2', must be a positive number"),
+        ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "'factor' is inf, must be a positive number"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 1.0}}, "rope setting 'mscale' = 1.0"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope setting 'factor' = 2.0 is not understood for rope type 'default'"),
+        ({"rope_theta": -1.0}, "'rope_theta' is -1.0, must be a positive number"),
+        ({"rope_theta": "1e4"}, "'rope_theta' is '1e4', must be a positive number"),
+        ({"rope_theta": 0}, "'rope_theta' is 0, must be a positive number"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear', must be an object or null"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\], must be an object or null"),
+    ],
+)
+def test_a_rope_setting_that_is_wrong_or_not_understood_is_refused(settings: dict[str, Any], match: str) -> None:
+    refused(match, **settings)
+
+
+PARTLY = ("phi", "phi3", "stablelm", "gpt_neox", "glm", "glm4", "nemotron")  # whose code reads the factor
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_part_of_a_head_turns_only_where_transformers_turns_a_part(family: str) -> None:
+    if not FAMILIES[family].ropes or FAMILIES[family].turns == "none":
+        return
+    raw = bare(family, num_attention_heads=3, num_key_value_heads=3, head_dim=16)
+    key = FAMILIES[family].keys.get("partial_rotary_factor", "partial_rotary_factor")
+    if family in PARTLY:
+        assert read_config({**raw, key: 0.75}, "c").ropes[0].rotary_dim == 12
+        inside = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+        assert read_config({**raw, "rope_parameters": inside}, "c").ropes[0].rotary_dim == 12
+    else:
+        assert read_config({**raw, key: 1.0}, "c") == read_config(raw, "c")
+        with pytest.raises(CheckpointError, match=f"c: partial_rotary_factor is 0.75; allowed for {family}: 1.0"):
+            read_config({**raw, key: 0.75}, "c")
+
+
+@pytest.mark.parametrize("value", [0, -0.5, 1.5, True, "0.5", float("nan"), [0.5]])
+@pytest.mark.parametrize(("family", "key"), [("phi", "partial_rotary_factor"), ("gpt_neox", "rotary_pct")])
+def test_the_part_of_a_head_that_turns_must_be_a_share(family: str, key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match="c: partial_rotary_factor is .*, allowed: above 0, up to 1"):
+        read_config({**bare(family), key: value}, "c")
+
+
+# Experts
+
+
+def test_experts_are_read_with_their_width_and_the_layers_that_have_them(tmp_path: Path) -> None:
+    experts = {**MOE, "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    config = read(**experts, shared_expert_intermediate_size=18, norm_topk_prob=True)
+    assert config.experts is not None
+    assert (config.experts.count, config.experts.top_k, config.experts.width) == (5, 2, 22)
+    assert (config.experts.normalise, config.experts.shared_width) == (True, 18)
+    from transformers import AutoModelForCausalLM
+
+    theirs, _ = saved(tmp_path, "qwen2_moe", **{key: experts[key] for key in experts if key != "model_type"})
+    blocks = [type(layer.mlp).__name__ for layer in AutoModelForCausalLM.from_config(theirs).model.layers]
+    assert [layer.experts for layer in config.layers] == [name != "Qwen2MoeMLP" for name in blocks]
+    assert [layer.experts for layer in config.layers] == [False, True, False, False, False, True]
+
+
+def test_a_model_whose_layers_are_all_dense_has_no_experts() -> None:
+    config = read(**MOE, mlp_only_layers=[0, 1])
+    assert config.experts is None
+    assert config.layers == read(intermediate_size=50).layers
+
+
+def test_experts_may_be_counted_under_either_name() -> None:
+    usual = {"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 22}
+    by_one, by_other = read(**usual, num_experts=6), read(**usual, num_local_experts=6)
+    assert by_one.experts == by_other.experts
+    assert by_one.experts is not None
+    assert by_one.experts.count == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"num_experts": 0}, "num_experts is 0, must be a positive integer"),
+        ({"num_experts": "5"}, "num_experts is '5', must be a positive integer"),
+        ({"num_experts": 10**6}, "num_experts is 1000000, allowed: up to 65536"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok is 6, allowed: up to num_experts 5"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok is None, must be a positive integer"),
+        ({"moe_intermediate_size": -1}, "moe_intermediate_size is -1, must be a positive integer"),
+        ({"shared_expert_intermediate_size": "x"}, "shared_expert_intermediate_size is 'x', must be a positive"),
+        ({"shared_expert_intermediate_size": -3}, "shared_expert_intermediate_size is -3, must be a positive"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0, must be a positive integer"),
+        ({"decoder_sparse_step": 1.5}, "decoder_sparse_step is 1.5, must be a positive integer"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers is 3, must be a list of layers"),
+        ({"mlp_only_layers": [0, "1"]}, r"mlp_only_layers is \[0, '1'\], must be a list of layers"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob is 1, must be true or false"),
+    ],
+)
+def test_a_wrong_setting_of_experts_is_refused(settings: dict[str, Any], match: str) -> None:
+    refused(match, **{**MOE, **settings})
+
+
+# Refusals of every family
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "Llama", "llama4_text", None, 3, ["llama"]])
+def test_an_unknown_model_type_is_named_with_those_that_are_supported(kind: Any) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read(model_type=kind)
+    assert str(caught.value) == (
+        f"config.json: model_type {kind!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}),
+        ("logit_softcapping", 30.0),
+        ("final_logit_softcapping", 30.0),
+        ("query_pre_attn_scalar", 256),
+        ("num_experts", 8),
+        ("no_such_setting", "x"),
+        ("sliding_window", 5),  # a llama has none
+        ("use_qk_norm", True),
+    ],
+)
+def test_a_setting_that_is_not_understood_is_refused(key: str, value: Any) -> None:
+    refused(f"setting '{key}' = .* is not understood for llama", **{key: value})
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_no_family_takes_a_setting_that_its_row_does_not_know(family: str) -> None:
+    with pytest.raises(CheckpointError, match=f"c: setting 'no_such_setting' = '3' is not understood for {family}"):
+        read_config(bare(family) | {"no_such_setting": 3}, "c")
+
+
+def test_a_long_value_is_cut_in_the_message() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read(no_such_setting="x" * 1000)
+    assert len(str(caught.value)) < 200
+
+
+def test_a_setting_that_is_null_or_off_is_no_reason_to_refuse() -> None:
+    assert read(tie_word_embeddings=None, attention_bias=None) == read()
+    assert read(quantization_config=None, use_mrope=False, rope_interleaved=False) == read()
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_model_whose_rows_see_later_tokens_is_refused(family: str) -> None:
+    raw = bare(family)
+    with pytest.raises(CheckpointError, match=f"c: is_causal is False; allowed for {family}: True"):
+        read_config({**raw, "is_causal": False}, "c")
+    assert read_config({**raw, "is_causal": True}, "c") == read_config(raw, "c")
+
+
+@pytest.mark.parametrize(("family", "key"), [(row.model_type, key) for row in FAMILIES.values() for key in row.fixed])
+def test_a_fixed_setting_with_another_value_is_refused(family: str, key: str) -> None:
+    value = FAMILIES[family].fixed[key]
+    other = not value if isinstance(value, bool) else "another"
+    with pytest.raises(CheckpointError, match=f"c: {key} is {other!r}; allowed for {family}: "):
+        read_config({**bare(family), key: other}, "c")
+    if value is not None and key != FAMILIES[family].keys.get(key, key):
+        assert read_config({**bare(family), key: value}, "c") == read_config(bare(family), "c")
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_missing_geometry_is_named(family: str) -> None:
+    row, raw = FAMILIES[family], bare(family)
+    needed = [key for key, value in row.settings.items() if value is REQUIRED]
+    assert len(needed) >= 5
+    for key in needed:
+        for given in ({name: value for name, value in raw.items() if name != key}, {**raw, key: None}):
+            with pytest.raises(CheckpointError, match=f"^config.json: {key} missing$"):
+                read_config(given, "config.json")
+
+
+def test_all_missing_geometry_is_named_at_once() -> None:
+    with pytest.raises(CheckpointError, match=r"hidden_size, intermediate_size, .*, num_key_value_heads, .* missing"):
+        read_config({"model_type": "mistral", "vocab_size": 3}, "config.json")
+
+
+@pytest.mark.parametrize("value", ["36", 36.0, 0, -4, True, [36]])
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_key_value_heads", "head_dim"])
+def test_geometry_must_be_positive_integers(key: str, value: Any) -> None:
+    refused(f"{key} is .*, must be a positive integer", **{key: value})
+
+
+def test_a_wrong_number_is_named_as_the_family_calls_it() -> None:
+    raw = bare("gpt2")
+    for key in ("n_embd", "n_layer", "n_head", "n_positions", "n_inner"):
+        with pytest.raises(CheckpointError, match=f"c: {key} is -1, must be a positive integer"):
+            read_config({**raw, key: -1}, "c")
+    with pytest.raises(CheckpointError, match="c: layer_norm_epsilon is 'x', must be a positive number"):
+        read_config({**raw, "layer_norm_epsilon": "x"}, "c")
+    with pytest.raises(CheckpointError, match="c: activation_function 'tanh' is not supported"):
+        read_config({**raw, "activation_function": "tanh"}, "c")
+
+
+SWITCHES = [
+    (row.model_type, key) for row in FAMILIES.values() for key, value in row.settings.items() if isinstance(value, bool)
+]
+
+
+@pytest.mark.parametrize(("family", "key"), SWITCHES)
+def test_a_switch_must_be_true_or_false(family: str, key: str) -> None:
+    for value in ("false", 0, 1):
+        with pytest.raises(CheckpointError, match=f"c: {key} is {value!r}"):
+            read_config({**bare(family), key: value}, "c")
+
+
+@pytest.mark.parametrize("value", ["1e-6", 0, -1e-6, True, float("inf"), float("nan"), None])
+def test_the_epsilon_of_the_norm_must_be_a_positive_number(value: Any) -> None:
+    refused("rms_norm_eps is .*, must be a positive number", rms_norm_eps=value)
+
+
+@pytest.mark.parametrize("value", ["</s>", 1.5, True, [1], -1])
+def test_the_bos_id_must_be_one_token_id(value: Any) -> None:
+    refused("bos_token_id is .*, must be a token id or null", bos_token_id=value)
+
+
+@pytest.mark.parametrize("value", ["</s>", 1.5, True, [1, "x"], -1, {"id": 2}])
+def test_eos_ids_must_be_an_id_or_a_list_of_them(value: Any) -> None:
+    refused("eos_token_id is .*, must be a token id or a list of them", eos_token_id=value)
+
+
+def test_eos_ids_may_be_one_several_or_none() -> None:
+    assert read(eos_token_id=7).eos_token_ids == (7,)
+    assert read(eos_token_id=[7, 9]).eos_token_ids == (7, 9)
+    assert read(eos_token_id=None).eos_token_ids == ()
+
+
+def test_head_counts_and_sizes_must_divide() -> None:
+    refused("num_attention_heads 6 is not a multiple of num_key_value_heads 4", num_key_value_heads=4)
+    refused("hidden_size 38 / num_attention_heads 6 is no head_dim", hidden_size=38)
+    refused("rotary dimension 7 must be even, from 2 to head_dim 7", head_dim=7)
+    assert read(num_key_value_heads=None).layers[0].kv_heads == 6  # as many as query heads
+    assert read(hidden_size=38, head_dim=8).layers[0].head_dim == 8  # heads x head_dim need not be the hidden size
+
+
+@pytest.mark.parametrize(("key", "most"), [("num_hidden_layers", 10_000), ("max_position_embeddings", 2**24)])
+def test_a_number_that_no_model_has_is_refused_before_memory_is_asked_for(key: str, most: int) -> None:
+    refused(rf"{key} is {10**15}, allowed: up to {most}", **{key: 10**15})
+
+
+def test_scaled_positions_are_the_models_positions() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 256}
+    assert read(rope_parameters=yarn).max_position == 1024
+    assert read(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}).max_position == 256
+
+
+def test_two_rotary_embeddings_go_to_their_layers_and_only_those_in_use_are_kept() -> None:
+    asked = {"model_type": "gemma3_text", "head_dim": 6, "sliding_window": 5, "rope_theta": 1e6}
+    kinds = ["sliding_attention", "full_attention"]
+    config = read(**asked, layer_types=kinds, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert [layer.rope for layer in config.layers] == ["sliding", "full"]
+    full, sliding = sorted(config.ropes, key=lambda rope: rope.name)
+    assert (full.type, full.factor, full.theta) == ("linear", 8.0, 1e6)
+    assert (sliding.type, sliding.factor, sliding.theta) == ("default", None, 10000.0)
+    assert read(**asked, layer_types=kinds, rope_local_base_freq=500.0).ropes == (
+        replace(full, type="default", factor=None),
+        replace(sliding, theta=500.0),
+    )
+    alone = read(**asked, layer_types=["full_attention"] * 2)
+    assert [rope.name for rope in alone.ropes] == ["full"]
