@@ -163,13 +163,14 @@ def _open_folder(folder: Path, lora: Lora | None, report: Callable[[str], None])
     if model.tied_unless_stored and names.stored(head_name(config)) in found:
         config = replace(config, tied_head=False)
     if lora is not None:
-        if wrapper:
+        if names != TextNames():
             both = len(lora.updates) + len(lora.replaced)
             lora = lora.renamed(names.of_adapter)
             if others := both - len(lora.updates) - len(lora.replaced):
                 report(f"{lora.folder}: {others} updates are of the vision part, which is not in the bundle")
         found = lora.apply(found, tied_rows=config.vocab_size if config.tied_head else None)
     text = {name: (folder / name).read_bytes() for name in TEXT_FILES if (folder / name).is_file()}
+    text |= _older_template(folder) if "chat_template.jinja" not in text else {}
     for name in TEXT_FILES:
         if lora and (lora.folder / name).is_file() and (lora.folder / name).read_bytes() != text.get(name):
             report(f"{lora.folder / name} differs from the checkpoint's; the checkpoint's goes into the bundle")
@@ -187,6 +188,17 @@ def _open_folder(folder: Path, lora: Lora | None, report: Callable[[str], None])
         lora=lora.folder if lora else None,
         image_attention=wrapper.image_attention if wrapper else "causal",
     )
+
+
+def _older_template(folder: Path) -> dict[str, bytes]:
+    """The chat template where vision-language checkpoints of 2024 have it, as the file of today."""
+    file = folder / "chat_template.json"
+    if not file.is_file():
+        return {}
+    template = read_json(file).get("chat_template")
+    if not isinstance(template, str):
+        raise CheckpointError(f"{file}: chat_template is {str(template)[:80]!r}, must be a string")
+    return {"chat_template.jinja": template.encode()}
 
 
 def _open_gguf(path: Path) -> Checkpoint:

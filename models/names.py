@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollkv.models.config import CheckpointError, DecoderConfig, ExpertsConfig, Gemma4Config, LayerConfig
-from rollkv.models.families import FAMILIES, Source
+from rollkv.models.families import FAMILIES
+from rollkv.models.family import Source
 from rollkv.models.tensor_views import Flattened, Joined, Picked, Plus, Stacked, Swapped, grouped, half_order
 from rollkv.models.tensors import StoredTensor
 

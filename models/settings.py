@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollkv.models.config import CheckpointError, DecoderConfig, ExpertsConfig, LayerConfig, RopeConfig
-from rollkv.models.families import FAMILIES, REQUIRED, Family, Key
+from rollkv.models.families import FAMILIES
+from rollkv.models.family import REQUIRED, Family, Key
 from rollkv.models.rope_settings import merge_rope, read_rope
 
 # No model is near them: a damaged number is refused before memory is asked for. Beyond 2^24 float32 skips positions.

@@ -293,7 +293,7 @@ class TextNames:
     def of_adapter(self, name: str) -> str | None:
         """The checkpoint's name for the one that an adapter has, which may be of another form; None: left aside."""
         if self.wrapper is None:
-            return name
+            return self.stored(name)
         if name.startswith(self.wrapper.aside):
             return None
         return next((new for form in self.wrapper.forms if (new := _moved(name, form, self.form))), name)
@@ -305,11 +305,12 @@ def text_names(model: Model, found: Iterable[str], where: str) -> TextNames:
     Raises CheckpointError: no form of the wrapper's fits, or more than one.
     """
     wrapper, config = model.wrapper, model.config
-    if wrapper is None:
-        return TextNames()
-    table = next(tensor_names(config)).stored[0]
+    names, table = set(found), next(tensor_names(config)).stored[0]
     family = Form(table.partition(".")[0] + ".", head_name(config).removesuffix("weight"))
-    names = set(found)
+    if wrapper is None:
+        prefix = FAMILIES[config.family].prefix
+        bare = prefix and table not in names and table.removeprefix(prefix) in names
+        return TextNames(form=Form("", family.head), family=family) if bare else TextNames()
     forms = [form for form in wrapper.forms if _moved(table, family, form) in names]
     if len(forms) != 1:
         wanted = [str(_moved(table, family, form)) for form in forms or wrapper.forms]
@@ -321,7 +322,7 @@ def text_names(model: Model, found: Iterable[str], where: str) -> TextNames:
 
 def _moved(name: str, old: Form, new: Form) -> str | None:
     """A name of one form in another; None when it is not of that form."""
-    for before, after in ((old.body, new.body), (old.head, new.head)):
+    for before, after in ((old.head, new.head), (old.body, new.body)):
         if name.startswith(before):
             return after + name.removeprefix(before)
     return None

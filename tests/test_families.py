@@ -16,7 +16,8 @@ from family_shapes import FAMILY_SHAPES, make_family
 from rollkv.export.signature import ExportOptions, graph_inputs
 from rollkv.export.trace import make_decoder
 from rollkv.models.checkpoint import Checkpoint, load_decoder, open_checkpoint
-from rollkv.models.families import FAMILIES, REQUIRED
+from rollkv.models.families import FAMILIES
+from rollkv.models.family import REQUIRED
 from rollkv.models.names import tensor_names
 
 ALL = [*SHAPES, *FAMILY_SHAPES]

@@ -12,7 +12,8 @@ from vision_models import GEMMA_TEXT, MODELS, TEXT, change_config, load, some_id
 
 from rollkv.models.checkpoint import open_checkpoint
 from rollkv.models.config import CheckpointError
-from rollkv.models.families import FAMILIES, REQUIRED
+from rollkv.models.families import FAMILIES
+from rollkv.models.family import REQUIRED
 from rollkv.models.wrappers import TEXT_DEFAULTS, WRAPPERS, read_model
 
 QWENS = ("qwen2_vl", "qwen2_5_vl")
