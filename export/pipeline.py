@@ -99,6 +99,7 @@ def describe(checkpoint: Checkpoint, options: ExportOptions) -> Manifest:
         )
         for role, rows in (("prefill", options.chunk_size), ("decode", 1))
     ]
+    tables = {name: table.info for name, table in host_tables(checkpoint, options).items()}
     return Manifest(
         format=FORMAT,
         rollkv=importlib.metadata.version("rollkv"),
@@ -118,7 +119,8 @@ def describe(checkpoint: Checkpoint, options: ExportOptions) -> Manifest:
         eos_token_ids=list(config.eos_token_ids),
         layers=layer_infos(config, options),
         rope={rope.name: _rope_info(rope, options.max_kvcache_len) for rope in config.ropes},
-        **{field: table.info for field, table in host_tables(checkpoint, options).items()},
+        embedding=tables.get("embedding"),
+        per_layer_embedding=tables.get("per_layer_embedding"),
         image_attention=checkpoint.image_attention,
         graphs=graphs,
         kv_pairs=kv_pairs(config),

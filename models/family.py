@@ -56,7 +56,6 @@ class Family:
     norm_plus: float = 0.0  # the checkpoint's norm weights lack this
     finish: Callable[[DecoderConfig, Mapping[str, Any], str], DecoderConfig] | None = None  # what no row can say
     prefix: str = ""  # that published checkpoints leave out of every name
-    reference: str = ""  # the class of transformers that it is proved against
 
 
 GEOMETRY = {
