@@ -14,7 +14,7 @@ from toy_tokenizers import CHATML, TEXTS, byte_level, write
 
 from rollkv.export.verify import verify_bundle
 from rollkv.models.checkpoint import open_checkpoint
-from rollkv.models.families import tensor_names
+from rollkv.models.names import tensor_names
 from rollkv.runtime import Session
 from rollkv.runtime.text import Tokenizer
 
@@ -51,11 +51,12 @@ def as_gguf(folder: Path, path: Path, kind: str) -> Path:
     config = open_checkpoint(str(folder)).config
     state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     tensors = {}
-    for names in tensor_names(config):
-        value = state[names.hf].numpy()
+    for names, in_gguf in zip(tensor_names(config, "hf"), tensor_names(config, "gguf"), strict=True):
+        assert names.decoder == in_gguf.decoder
+        value = state[names.stored[0]].numpy()
         if names.decoder.endswith(("attention.q.weight", "attention.k.weight")):
             value = interleaved(value, HEADS if ".q." in names.decoder else KV_HEADS)
-        tensors[names.gguf] = value
+        tensors[in_gguf.stored[0]] = value
     model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     vocab = sorted(model["vocab"], key=model["vocab"].get)
     values = {
@@ -66,7 +67,7 @@ def as_gguf(folder: Path, path: Path, kind: str) -> Path:
         "llama.attention.head_count": HEADS,
         "llama.attention.head_count_kv": KV_HEADS,
         "llama.attention.layer_norm_rms_epsilon": config.norm_eps,
-        "llama.rope.freq_base": config.rope.theta,
+        "llama.rope.freq_base": config.ropes[0].theta,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": vocab,

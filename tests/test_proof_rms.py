@@ -8,7 +8,10 @@ import pytest
 from family_shapes import shapes_of
 from proof import prove
 
-FAMILIES = "llama mistral qwen2 qwen3 gemma phi3 smollm3 granite glm ernie4_5 hunyuan_v1_dense seed_oss helium internlm3 arcee ministral3"
+FAMILIES = (
+    "llama mistral qwen2 qwen3 gemma phi3 smollm3 granite glm ernie4_5 hunyuan_v1_dense seed_oss helium internlm3 "
+    "arcee ministral3"
+)
 
 
 @pytest.mark.parametrize("name", shapes_of(*FAMILIES.split()))

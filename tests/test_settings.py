@@ -184,9 +184,7 @@ def test_a_factor_must_be_a_positive_number(family: str, key: str, value: Any) -
         ({"model_type": "gemma", "head_dim": 6, "hidden_act": "gelu"}, "gelu-tanh"),  # as its first release meant it
     ],
 )
-def test_an_activation_is_known_by_the_names_that_transformers_has_for_it(
-    settings: dict[str, Any], kind: str
-) -> None:
+def test_an_activation_is_known_by_the_names_that_transformers_has_for_it(settings: dict[str, Any], kind: str) -> None:
     assert read(**settings).activation == kind
 
 
@@ -461,7 +459,7 @@ def test_a_part_of_a_head_turns_only_where_transformers_turns_a_part(family: str
 @pytest.mark.parametrize("value", [0, -0.5, 1.5, True, "0.5", float("nan"), [0.5]])
 @pytest.mark.parametrize(("family", "key"), [("phi", "partial_rotary_factor"), ("gpt_neox", "rotary_pct")])
 def test_the_part_of_a_head_that_turns_must_be_a_share(family: str, key: str, value: Any) -> None:
-    with pytest.raises(CheckpointError, match="c: partial_rotary_factor is .*, allowed: above 0, up to 1"):
+    with pytest.raises(CheckpointError, match=r"c: partial_rotary_factor is .*, allowed: above 0, up to 1"):
         read_config({**bare(family), key: value}, "c")
 
 
