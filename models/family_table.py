@@ -71,7 +71,7 @@ _QK_NORMS = {
     "layer-heads": "q/k layer norm, a weight for each head",
 }
 _TURNS = {"windowed": "no rotation without a window", "windowed-if-any": "no rotation in global layers",
-          "listed": "layers without rotation", "none": "learned positions"}  # fmt: skip
+          "listed": "layers without rotation"}  # fmt: skip
 _FUSED = {
     "qkv": "fused qkv",
     "qkv-by-head": "fused qkv by head",

@@ -16,7 +16,7 @@ from toy_tokenizers import CONFIG, byte_level, metaspace, write
 
 from rollkv.models.checkpoint import Checkpoint, open_checkpoint
 from rollkv.models.config import CheckpointError
-from rollkv.models.families import tensor_names
+from rollkv.models.names import tensor_names
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 1234\n"
 
@@ -76,7 +76,8 @@ def assert_equals_transformers(opened: Checkpoint) -> None:
         assert weight.name == names.decoder
         target = np.full(weight.shape, np.nan, np.float32)
         weight.copy_to(target)
-        wanted = theirs.pop(names.hf)
+        (stored,) = names.stored
+        wanted = theirs.pop(stored)
         np.testing.assert_array_equal(target, wanted.T if names.transposed else wanted)
     assert not theirs
 

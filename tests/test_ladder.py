@@ -58,7 +58,7 @@ def test_the_best_tokens_are_those_of_transformers_at_every_mask_value(
     mask_value: float, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     session = Session(export(checkpoint("llama"), tmp_path / "bundle", mask_value=mask_value))
-    judge = reference.Reference(open_checkpoint(str(checkpoint("llama"))))
+    judge = reference.Reference(open_checkpoint(str(checkpoint("llama"))), 48)
     for n in (1, 7, 21, 40):
         ids = np.random.default_rng(n).integers(0, 307, n).tolist()
         wanted, tokens = judge.greedy(ids, 6)

@@ -34,7 +34,7 @@ def ops(model: onnx.ModelProto) -> collections.Counter[str]:
 @pytest.mark.parametrize("simplify", [True, False])
 @pytest.mark.parametrize("opset", [13, 17, 18])
 def test_all_passes_together_keep_every_output(simplify: bool, opset: int) -> None:
-    cfg, opts = config(tied_head=True, qk_norm=True), options()
+    cfg, opts = config(tied_head=True, qk_norm="rms-head"), options()
     decoder = random_decoder(cfg, opts)
     feeds = random_feeds(cfg, opts, 4, 7)
     before = trace_graph(cfg, opts, 4)

@@ -14,7 +14,7 @@ from rollkv.export.signature import (
     resolve,
 )
 from rollkv.models.config import DecoderConfig
-from rollkv.models.families import read_config
+from rollkv.models.settings import read_config
 
 
 def config(max_position: int = 8192, **settings: Any) -> DecoderConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,25 +13,29 @@ import pytest
 import torch
 
 from rollkv.export.signature import ExportOptions, graph_inputs, graph_outputs
-from rollkv.export.trace import TraceError, check_trace, trace_graph
-from rollkv.models.config import DecoderConfig, RopeConfig
+from rollkv.export.trace import TraceError, check_trace, make_decoder, trace_graph
+from rollkv.models.config import DecoderConfig, ExpertsConfig, LayerConfig, RopeConfig
 from rollkv.models.decoder import Decoder
 
+ROPE = RopeConfig(type="default", theta=10000.0, rotary_dim=6)
 
-def config(**more: Any) -> DecoderConfig:
-    rope = RopeConfig(type="default", theta=10000.0, rotary_dim=6)
+
+def layers(*windows: int | None, **more: Any) -> tuple[LayerConfig, ...]:
+    """A layer for each window, otherwise alike."""
+    fields: dict[str, Any] = {"kv_heads": 2, "head_dim": 6, "intermediate_size": 24, **more}
+    return tuple(LayerConfig(**fields, window=window) for window in windows)
+
+
+def config(windows: Sequence[int | None] = (None, 5, None), **more: Any) -> DecoderConfig:
     fields: dict[str, Any] = {
         "family": "llama",
         "vocab_size": 61,
         "hidden_size": 20,
-        "intermediate_size": 24,
         "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 6,
         "norm_eps": 1e-5,
         "max_position": 64,
-        "windows": (None, 5, None),
-        "rope": rope,
+        "layers": layers(*windows),
+        "ropes": (ROPE,),
         "bos_token_id": None,
         "eos_token_ids": (),
     }
@@ -42,7 +48,7 @@ def options(**more: Any) -> ExportOptions:
 
 def random_decoder(cfg: DecoderConfig, opts: ExportOptions) -> Decoder:
     torch.manual_seed(3)
-    decoder = Decoder(cfg, kv_layout=opts.kv_layout, head=opts.head).eval()
+    decoder = make_decoder(cfg, opts).eval()
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.normal_(0.0, 0.4)
@@ -54,7 +60,7 @@ def random_feeds(cfg: DecoderConfig, opts: ExportOptions, rows: int, seed: int) 
     feeds: dict[str, np.ndarray] = {}
     for value in graph_inputs(cfg, opts, rows):
         if value.role in ("ids", "position_ids"):
-            feeds[value.name] = draw.integers(0, 60, value.shape).astype(value.dtype)
+            feeds[value.name] = draw.integers(0, 60, value.shape).astype(value.dtype)  # V = 61, 64 positions
         elif value.role.endswith("mask"):
             feeds[value.name] = np.where(draw.random(value.shape) < 0.6, 0.0, -32768.0).astype(np.float32)
         else:
@@ -63,20 +69,9 @@ def random_feeds(cfg: DecoderConfig, opts: ExportOptions, rows: int, seed: int) 
 
 
 def run_torch(decoder: Decoder, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    tensors = {name: torch.from_numpy(array) for name, array in feeds.items()}
-    past = [(tensors[f"past_key_{i}"], tensors[f"past_value_{i}"]) for i in range(decoder.config.num_layers)]
     with torch.no_grad():
-        logits, new = decoder(
-            tensors["input_ids"],
-            tensors["position_ids"],
-            tensors.get("attention_mask"),
-            tensors.get("sliding_attention_mask"),
-            past,
-        )
-    outputs = {"logits": logits.numpy()}
-    for i, (key, value) in enumerate(new):
-        outputs |= {f"new_key_{i}": key.numpy(), f"new_value_{i}": value.numpy()}
-    return outputs
+        values = decoder({name: torch.from_numpy(array) for name, array in feeds.items()})
+    return {name: value.numpy() for name, value in values.items() if name == "logits" or name.startswith("new_")}
 
 
 def plain_session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
@@ -95,17 +90,51 @@ def run_onnx(model: onnx.ModelProto, decoder: Decoder, feeds: dict[str, np.ndarr
     return dict(zip(names, session.run(names, {**weights, **feeds}), strict=True))
 
 
+SLIDING = replace(ROPE, name="sliding", theta=77.0, rotary_dim=4)
+EXPERTS = ExpertsConfig(count=3, top_k=2, width=10, normalise=True, shared_width=6)
+MIXED = (*layers(5, rope="sliding"), *layers(None), *layers(None, rope=None), *layers(5, rope="sliding"))
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize(
     ("cfg", "opts"),
     [
         (config(), options()),
-        (config(tied_head=True, qk_norm=True), options(kv_layout="bksd", ids="int64")),
-        (config(qkv_bias=True, out_bias=True, mlp_bias=True), options(kv_layout="bksd-kt", head="all")),
-        (config(num_heads=9, num_kv_heads=3, windows=(None,)), options()),  # kv heads == heads / kv heads
+        (config(tied_head=True, qk_norm="rms-head"), options(kv_layout="bksd", ids="int64")),
+        (config(biases=frozenset({"qkv", "out", "mlp", "head"})), options(kv_layout="bksd-kt", head="all")),
+        (config(num_heads=9, layers=layers(None, kv_heads=3)), options()),  # kv heads == heads / kv heads
         (config(windows=(7, 7)), options(max_kvcache_len=24, max_lm_input_len=4)),  # no full mask at all
+        (config(ropes=(ROPE, SLIDING), layers=MIXED), options()),
+        (config(layers=layers(None, rope=None), ropes=()), options()),  # no positions at all
+        (
+            config(
+                layers=layers(None, rope=None), ropes=(), learned_positions=True, norm="layer-bias", gated_mlp=False
+            ),
+            options(),
+        ),
+        (config(layers=layers(None, experts=True), experts=EXPERTS), options()),
+        (config(order="sandwich", attention_softcap=3.0, logit_softcap=2.0, embedding_scale=2.0), options()),
+        (config(order="parallel-two", activation="gelu-tanh", qk_norm="layer-heads", norm="layer"), options()),
+        (config(order="post", qk_norm="rms-width", activation="relu2", residual_scale=0.5), options()),
+        (config(ropes=(replace(ROPE, query_scale=(0.5, 8)),)), options()),
+        (config(ropes=(replace(ROPE, sections=(1, 1, 1)),), tied_head=True), options(input="embeds")),
     ],
-    ids=["mixed", "tied-qknorm-bksd", "bias-bksd-kt-all", "square", "sliding-only"],
+    ids=[
+        "mixed",
+        "tied-qknorm-bksd",
+        "bias-bksd-kt-all",
+        "square",
+        "sliding-only",
+        "two-ropes-three-kinds",
+        "no-positions",
+        "learned-positions",
+        "experts",
+        "sandwich-softcaps",
+        "parallel-gelu",
+        "post-relu2",
+        "query-scale",
+        "three-positions-of-rows",
+    ],
 )
 def test_the_traced_graph_gives_what_torch_gives_on_inputs_unlike_the_trace(
     cfg: DecoderConfig, opts: ExportOptions, rows: int
@@ -125,18 +154,18 @@ def test_stringing_layers_together_equals_tracing_the_whole_decoder() -> None:
     decoder = random_decoder(cfg, opts)
     feeds = random_feeds(cfg, opts, 4, 0)
 
+    names = [value.name for value in graph_inputs(cfg, opts, 4)]
+    outputs = [value.name for value in graph_outputs(cfg, opts, 4)]
+
     class Whole(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.decoder = decoder
 
-        def forward(self, ids: Any, mask: Any, sliding: Any, positions: Any, *past: Any) -> Any:
-            pairs = list(zip(past[::2], past[1::2], strict=True))
-            logits, new = self.decoder(ids, positions, mask, sliding, pairs)
-            return (logits, *[tensor for pair in new for tensor in pair])
+        def forward(self, *tensors: Any) -> Any:
+            values = self.decoder(dict(zip(names, tensors, strict=True)))
+            return tuple(values[name] for name in outputs)
 
-    names = [value.name for value in graph_inputs(cfg, opts, 4)]
-    outputs = [value.name for value in graph_outputs(cfg, opts, 4)]
     example = tuple(torch.from_numpy(feeds[name]) for name in names)
     whole = torch.onnx.export(
         Whole().eval(), example, dynamo=True, optimize=False, verbose=False, input_names=names, output_names=outputs
@@ -167,7 +196,7 @@ def test_a_tied_head_reads_the_embedding_and_has_no_weight_of_its_own() -> None:
 
 
 def test_a_run_as_long_as_the_cache_still_takes_its_past() -> None:
-    cfg, opts = config(windows=(None,)), options(chunk_size=24)
+    cfg, opts = config((None,)), options(chunk_size=24)
     decoder = random_decoder(cfg, opts)
     feeds = random_feeds(cfg, opts, 24, 0)
     model = trace_graph(cfg, opts, 24)
@@ -192,6 +221,61 @@ def test_what_torch_merges_renames_or_adds_is_refused() -> None:
         check_trace(graph(["x"], ["z"], []), ["x"], ["y"], [])
     with pytest.raises(TraceError, match="put constants into the graph: lifted"):
         check_trace(graph(["x"], ["y"], ["w", "lifted"]), ["x"], ["y"], ["w"])
+
+
+def traced_kinds(cfg: DecoderConfig, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Classes of the parts that one trace of this config hands to torch's exporter."""
+    seen: list[str] = []
+    export = torch.export.export
+
+    def watched(module: Any, *arguments: Any, **more: Any) -> Any:
+        seen.extend(type(part).__name__ for part in module.parts)
+        return export(module, *arguments, **more)
+
+    monkeypatch.setattr(torch.export, "export", watched)
+    trace_graph(cfg, options(), 1)
+    return seen
+
+
+def test_layers_that_are_alike_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert traced_kinds(config((None,) * 7), monkeypatch) == ["Embedding", "Rope", "PreNorm", "Head"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"window": 5},
+        {"kv_heads": 1},
+        {"head_dim": 8},
+        {"intermediate_size": 10},
+        {"rope": None},
+        {"rope": "sliding"},
+        {"experts": True},
+    ],
+)
+def test_layers_that_differ_get_parts_of_their_own(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = layers(None)[0]
+    cfg = config(layers=(first, replace(first, **other), first), ropes=(ROPE, SLIDING), experts=EXPERTS)
+    assert traced_kinds(cfg, monkeypatch) == ["Embedding", "Rope", "Rope", "PreNorm", "PreNorm", "Head"]
+
+
+def test_each_layer_turns_by_its_own_rope() -> None:
+    cfg, opts = config(ropes=(ROPE, SLIDING), layers=MIXED), options()
+    inputs = {value.name for value in trace_graph(cfg, opts, 4).graph.input}
+    tables = {name for name in inputs if name.startswith("rope.")}
+    assert tables == {f"rope.{name}.{table}" for name in ("full", "sliding") for table in ("cos", "sin")}
+    decoder, feeds = random_decoder(cfg, opts), random_feeds(cfg, opts, 4, 0)
+    before = run_torch(decoder, feeds)
+    with torch.no_grad():
+        decoder.get_parameter("rope.full.cos").mul_(2)
+    after = run_torch(decoder, feeds)
+    got = run_onnx(trace_graph(cfg, opts, 4), decoder, feeds)
+    changed = [i for i in range(4) if not np.allclose(before[f"new_value_{i}"], after[f"new_value_{i}"])]
+    assert changed == [2, 3]  # values do not turn: those behind layer 1, the only one with rope.full
+    assert not np.allclose(before["new_key_1"], after["new_key_1"])
+    assert np.array_equal(before["new_key_0"], after["new_key_0"])
+    for name, array in after.items():
+        np.testing.assert_allclose(got[name], array, rtol=0, atol=1e-5 * np.abs(array).max(), err_msg=name)
 
 
 def test_a_failure_of_the_exporter_is_one_error_of_this_stage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,9 +55,9 @@ def test_a_wrong_weight_is_found_before_anything_runs(checkpoint: Callable[[str]
 
 def test_a_position_beyond_every_prompt_is_proved_too(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     made = export(checkpoint("llama"), tmp_path / "bundle")
-    _tensor(made, "rope.sin")[255, 0] += 1e-3
+    _tensor(made, "rope.full.sin")[255, 0] += 1e-3
     report = climb(_resign(made), checkpoint("llama"))
-    assert report.fault == "rung files, weights: rope.sin is missing, or not the table of the model's positions"
+    assert report.fault == "rung files, weights: rope.full.sin is missing, or not the table of the model's positions"
 
 
 def test_a_wrong_weight_shows_in_its_layer_and_a_wrong_head_in_no_layer(
@@ -173,7 +173,7 @@ def test_leaving_rope_scaling_out_would_be_found(tmp_path: Path) -> None:
     (plain / "config.json").write_text(json.dumps(config))
     (plain / "model.safetensors").write_bytes((scaled / "model.safetensors").read_bytes())
     made = export(plain, tmp_path / "bundle")
-    wanted, tokens = reference.Reference(open_checkpoint(str(scaled))).greedy(list(range(3, 43)), 2)
+    wanted, tokens = reference.Reference(open_checkpoint(str(scaled)), 48).greedy(list(range(3, 43)), 2)
     row = verify.compare("runtime", 40, wanted, verify.follow_session(Session(made), list(range(3, 43)), tokens), 1e-4)
     assert row.fault is not None
 
@@ -188,9 +188,9 @@ def test_a_checkpoint_that_is_not_the_bundles_is_refused(
 
 
 def test_nan_in_a_layer_is_named_with_that_layer() -> None:
-    keys = [np.ones((2, 1, 2)), np.ones((2, 1, 2))]
+    keys = {0: np.ones((2, 1, 2)), 1: np.ones((2, 1, 2))}
     wanted = reference.Trail([np.array([1.0, 2.0])], keys, keys)
-    broken = [np.ones((2, 1, 2)), np.full((2, 1, 2), np.nan)]
+    broken = {0: np.ones((2, 1, 2)), 1: np.full((2, 1, 2), np.nan)}
     row = verify.compare("graph", 1, wanted, reference.Trail(wanted.logits, keys, broken), 1.0)
     assert row.fault == "new keys or values of layer 1 are off by nan of their largest (bound 1e-03)"
     report = verify.Report("b", "s", [row]).to_dict()
