@@ -75,8 +75,8 @@ def weight_fault(bundle: Bundle, checkpoint: Checkpoint) -> str | None:
     for name, table in position_tables(checkpoint.config, options.max_kvcache_len).items():
         if name not in stored or not np.array_equal(stored.pop(name), table.numpy()):
             return f"weights: {name} is missing, or not the table of the model's positions"
-    for table in host_tables(checkpoint, options).values():
-        if fault := table_fault(bundle.path / table.info.file, table):
+    for hosted in host_tables(checkpoint, options).values():
+        if fault := table_fault(bundle.path / hosted.info.file, hosted):
             return fault
     return f"weights: {next(iter(stored))} belongs to no part of the decoder" if stored else None
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -101,8 +103,38 @@ def build_parser() -> argparse.ArgumentParser:
     output.add_argument("--json-out", metavar="FILE", help="write the report as JSON to a file, besides the table")
     verify.set_defaults(main=verify_command)
 
+    families = commands.add_parser(
+        "families",
+        help="what can be exported",
+        description="List every model_type that can be exported: in what it differs from llama, and what its graphs "
+        "were proved with (docs/families.md has the errors).",
+    )
+    families.add_argument("--json", action="store_true", help="print the table as JSON")
+    families.set_defaults(main=families_command)
+
     add_commands(commands)
     return parser
+
+
+def families_command(options: argparse.Namespace) -> int:
+    """`rollkv families`."""
+    from rollkv.models.config import ROPE_TYPES
+    from rollkv.models.family_table import entries
+
+    table = entries()
+    if options.json:
+        print(json.dumps([dataclasses.asdict(entry) for entry in table], indent=2))
+        return 0
+    width = max(len(entry.model_type) for entry in table)
+    for entry in table:
+        text = f"{'; '.join(entry.features) or 'as llama'} [{entry.proved_with}]"
+        print(
+            textwrap.fill(
+                text, 118, initial_indent=f"{entry.model_type:{width}}  ", subsequent_indent=" " * (width + 2)
+            )
+        )
+    print(f"\nRotary positions: {', '.join(ROPE_TYPES)} (proportional: gemma4_text).")
+    return 0
 
 
 def export_command(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from rollkv.export.audit import AuditError, audit_graph
 from rollkv.export.passes import passes_for, run_passes
 from rollkv.export.signature import ExportOptions, graph_inputs, graph_outputs, kv_pairs, layer_infos
 from rollkv.export.tables import graph_weights, host_tables, write_table
-from rollkv.export.trace import trace_graph
+from rollkv.export.trace import trace_graphs
 from rollkv.export.write import (
     WEIGHTS_FILE,
     bind_weights,
@@ -48,16 +48,17 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
         weights = graph_weights(checkpoint, options)
         placed = place_weights(weights, tables)
         manifest = describe(checkpoint, options)
-        for done, info in enumerate(manifest.graphs):
-            report(f"trace {info.role}", done, 2)
-            traced = trace_graph(config, options, info.rows)
-            model = run_passes(traced, passes_for(options.opset, options.simplify))
+        report("trace", 0, 1)
+        traced = trace_graphs(config, options, [info.rows for info in manifest.graphs])
+        for done, (info, graph) in enumerate(zip(manifest.graphs, traced, strict=True)):
+            report(f"passes {info.role}", done, 2)
+            model = run_passes(graph, passes_for(options.opset, options.simplify))
             model.ir_version = info.ir_version
             write_file(folder / info.file, serialize(bind_weights(model, placed, WEIGHTS_FILE)))
             findings = audit_graph(onnx.load(folder / info.file, load_external_data=False), info)
             if findings:
                 raise AuditError(info.file, findings)
-        report("trace", 2, 2)
+        report("passes", 2, 2)
 
         hosted = host_tables(checkpoint, options)
         total = sum(place.length for place in placed.values())
@@ -98,10 +99,13 @@ def describe(checkpoint: Checkpoint, options: ExportOptions) -> Manifest:
         )
         for role, rows in (("prefill", options.chunk_size), ("decode", 1))
     ]
+    tables = {name: table.info for name, table in host_tables(checkpoint, options).items()}
     return Manifest(
         format=FORMAT,
         rollkv=importlib.metadata.version("rollkv"),
-        source=SourceInfo(id=checkpoint.id, family=config.family, sha256=checkpoint.sha256(), kind=checkpoint.kind),
+        source=SourceInfo(
+            id=checkpoint.id, family=checkpoint.model_type, sha256=checkpoint.sha256(), kind=checkpoint.kind
+        ),
         max_lm_input_len=options.max_lm_input_len,
         chunk_size=options.chunk_size,
         max_kvcache_len=options.max_kvcache_len,
@@ -115,7 +119,9 @@ def describe(checkpoint: Checkpoint, options: ExportOptions) -> Manifest:
         eos_token_ids=list(config.eos_token_ids),
         layers=layer_infos(config, options),
         rope={rope.name: _rope_info(rope, options.max_kvcache_len) for rope in config.ropes},
-        **{field: table.info for field, table in host_tables(checkpoint, options).items()},
+        embedding=tables.get("embedding"),
+        per_layer_embedding=tables.get("per_layer_embedding"),
+        image_attention=checkpoint.image_attention,
         graphs=graphs,
         kv_pairs=kv_pairs(config),
         weights=WeightsInfo(

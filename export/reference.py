@@ -26,6 +26,7 @@ from rollkv.export.trace import make_decoder
 from rollkv.models.checkpoint import Checkpoint, load_decoder
 from rollkv.models.config import DecoderConfig
 from rollkv.models.tensor_views import half_order
+from rollkv.models.wrappers import WRAPPERS
 from rollkv.runtime.align import pad_left
 from rollkv.runtime.backend import Array, Backend, import_onnxruntime
 from rollkv.runtime.bundle import SLOT_AXES, Bundle, GraphInfo
@@ -51,23 +52,27 @@ class Reference:
     """transformers' model of the checkpoint, in float32 with eager attention, its weights read by transformers.
 
     An adapter is loaded and merged by peft. Rotary factors that depend on the length are those of C, as in the graphs.
+    Of a GGUF file the config is read by this project, see `_of_gguf`.
     """
 
     def __init__(self, checkpoint: Checkpoint, slots: int) -> None:
         """slots: C."""
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
         from transformers.utils import logging
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         path = checkpoint.path
         file: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
+        if file:
+            file["config"] = _of_gguf(path)
         if checkpoint.config.family == "internlm3":
             file["config"] = _as_llama(path)
         if checkpoint.config.experts is not None:
             file["experts_implementation"] = "eager"
         with contextlib.redirect_stderr(io.StringIO()):  # its GGUF reader draws a bar that no setting turns off
-            self._model: Any = AutoModelForCausalLM.from_pretrained(
+            auto: Any = AutoModelForImageTextToText if checkpoint.model_type in WRAPPERS else AutoModelForCausalLM
+            self._model: Any = auto.from_pretrained(
                 path.parent if path.is_file() else path,
                 dtype=torch.float32,
                 attn_implementation="eager",
@@ -99,7 +104,8 @@ class Reference:
                 out = self._model(torch.tensor([tokens[-1:]]), past_key_values=out.past_key_values, use_cache=True)
             trail.logits.append(out.logits[0, -1].numpy())
         own = [i for i, layer in enumerate(self._config.layers) if layer.kv_from is None]
-        for i, layer in zip(own, out.past_key_values.layers, strict=True):
+        for i in own:
+            layer = out.past_key_values.layers[i]  # those of layers without a cache stay empty
             trail.keys[i] = _in_halves(layer.keys[0].permute(1, 0, 2).numpy(), self._config, i)
             trail.values[i] = layer.values[0].permute(1, 0, 2).numpy()
         return trail, tokens
@@ -153,6 +159,19 @@ def _fix_rope(model: Any, slots: int) -> None:
             )
             module.inv_freq.copy_(frequencies)
             module.rope_type = "default"  # which is never chosen anew
+
+
+def _of_gguf(path: Path) -> Any:
+    """The config of a GGUF file as this project reads it, which `tests/test_gguf_families.py` holds to the original's.
+
+    transformers' own reader (5.24) takes the weights, but drops rope scaling, biases, soft-caps, query scales and
+    windows, and looks for a padding token where the file names none.
+    """
+    from transformers import AutoConfig
+
+    from rollkv.models.gguf_file import read_gguf
+
+    return AutoConfig.for_model(**{**read_gguf(path).config, "pad_token_id": None})
 
 
 def _as_llama(folder: Path) -> Any:
@@ -257,7 +276,7 @@ class LiteralHost:
                 table = self._tables[value.role].rows(padded[rows]) * real[rows, None]
                 feeds[value.name] = table[None].astype(value.dtype)
             elif value.role == "position_ids":
-                feeds[value.name] = np.broadcast_to(positions[rows], value.shape).astype(value.dtype)
+                feeds[value.name] = np.broadcast_to(positions[rows], value.shape).astype(value.dtype, order="C")
             elif value.role.endswith("attention_mask"):
                 window = None
                 if value.role == "sliding_attention_mask":

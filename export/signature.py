@@ -133,6 +133,9 @@ def graph_inputs(config: DecoderConfig, options: ExportOptions, rows: int) -> li
     else:
         shape = [1, rows, config.hidden_size]
         values = [ValueInfo(name="inputs_embeds", shape=shape, dtype="float32", role="embeds")]
+    if config.per_layer_width:
+        shape = [1, rows, config.num_layers * config.per_layer_width]
+        values.append(ValueInfo(name="per_layer_inputs", shape=shape, dtype="float32", role="per_layer_inputs"))
     for name, slots in (
         ("attention_mask", {layer.kv_len for layer in layers if layer.window is None}),
         ("sliding_attention_mask", {layer.kv_len for layer in layers if layer.window is not None}),

@@ -55,13 +55,13 @@ class Part:
 
 
 class Kit(torch.nn.Module):
-    """One part of each kind, side by side and not connected, so that one pass of the exporter traces them all."""
+    """Parts side by side and not connected, so that one pass of the exporter traces them all."""
 
-    def __init__(self, decoder: Decoder, calls: Sequence[Call]) -> None:
-        """calls: the first of each kind."""
+    def __init__(self, parts: Sequence[tuple[torch.nn.Module, Call]]) -> None:
+        """parts: a module of each kind, and the first call of that kind."""
         super().__init__()
-        self.parts = torch.nn.ModuleList(decoder.get_submodule(call.module) for call in calls)
-        self._arguments = [tuple(call.inputs) for call in calls]
+        self.parts = torch.nn.ModuleList(module for module, _ in parts)
+        self._arguments = [tuple(call.inputs) for _, call in parts]
 
     def forward(self, *tensors: Tensor) -> Any:
         """tensors: the arguments of each part, one part after the other."""
@@ -73,26 +73,38 @@ class Kit(torch.nn.Module):
         return tuple(outputs)
 
 
-def trace_graph(config: DecoderConfig, options: ExportOptions, rows: int) -> onnx.ModelProto:
-    """The graph of `rows` rows, at TRACED_OPSET, with the parameters as inputs after those of the signature."""
-    with torch.device("meta"):
-        decoder = make_decoder(config, options).eval()
-    inputs, outputs = graph_inputs(config, options, rows), graph_outputs(config, options, rows)
-    with torch.no_grad():
-        shapes = decoder({value.name: _meta(value) for value in inputs})
-    parts = _trace_parts(decoder, shapes)
+def trace_graphs(config: DecoderConfig, options: ExportOptions, rows: Sequence[int]) -> list[onnx.ModelProto]:
+    """A graph for each number of rows, at TRACED_OPSET, with the parameters as inputs after those of the signature.
 
+    One pass of the exporter traces the parts of all graphs: a third of its time is setting up.
+    """
+    with torch.device("meta"):
+        decoders = [make_decoder(config, options).eval() for _ in rows]
+    signatures = [(graph_inputs(config, options, count), graph_outputs(config, options, count)) for count in rows]
+    with torch.no_grad():
+        values = [
+            decoder({value.name: _meta(value) for value in inputs})
+            for decoder, (inputs, _) in zip(decoders, signatures, strict=True)
+        ]
+    parts = _trace_parts(decoders, values)
+    return [_string(*each) for each in zip(decoders, parts, signatures, strict=True)]
+
+
+def _string(
+    decoder: Decoder, parts: Mapping[str, Part], signature: tuple[list[ValueInfo], list[ValueInfo]]
+) -> onnx.ModelProto:
+    """The whole graph of a decoder out of its parts."""
     graph = _Stitcher(decoder)
     for call in decoder.calls():
         graph.add(parts[call.kind], call)
-
     read = {name for node in graph.nodes for name in node.input}
     parameters = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, list(parameter.shape))
         for name, parameter in decoder.named_parameters()
         if name in read
     ]
-    proto = helper.make_graph(graph.nodes, "rollkv", [*map(_value, inputs), *parameters], [*map(_value, outputs)])
+    inputs, outputs = (list(map(_value, values)) for values in signature)
+    proto = helper.make_graph(graph.nodes, "rollkv", [*inputs, *parameters], outputs)
     return helper.make_model(proto, opset_imports=[helper.make_opsetid("", TRACED_OPSET)], producer_name="rollkv")
 
 
@@ -137,27 +149,37 @@ class _Stitcher:
             self.nodes.append(copy)
 
 
-def _trace_parts(decoder: Decoder, shapes: Mapping[str, Tensor]) -> dict[str, Part]:
-    """A part of every kind. shapes: every value of the decoder by name, on the meta device."""
-    calls: dict[str, Call] = {}
-    for call in decoder.calls():
-        calls.setdefault(call.kind, call)
-    kit = Kit(decoder, list(calls.values())).eval()
-    feeds, parts, outputs = {}, {}, []  # type: dict[str, Tensor], dict[str, Part], list[str]
-    for k, (kind, call) in enumerate(calls.items()):
-        # Every part has tensors of its own: torch.export takes one that is passed twice for one input.
-        inputs = {argument: f"{k}.{argument}" for argument in call.inputs}
-        feeds |= {inputs[argument]: torch.empty_like(shapes[name]) for argument, name in call.inputs.items()}
-        parts[kind] = Part(f"parts.{k}", (), inputs, tuple(f"{k}.out.{j}" for j in range(len(call.outputs))))
-        outputs += parts[kind].outputs
+def _trace_parts(decoders: Sequence[Decoder], values: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Part]]:
+    """For each decoder a part of every kind. values: every value of it by name, on the meta device."""
+    traced: list[tuple[torch.nn.Module, Call]] = []
+    feeds, outputs = {}, []  # type: dict[str, Tensor], list[str]
+    parts: list[dict[str, Part]] = []
+    for decoder, shapes in zip(decoders, values, strict=True):
+        parts.append({})
+        for call in decoder.calls():
+            if call.kind in parts[-1]:
+                continue
+            k = len(traced)
+            traced.append((decoder.get_submodule(call.module), call))
+            # Every part has tensors of its own: torch.export takes one that is passed twice for one input.
+            inputs = {argument: f"{k}.{argument}" for argument in call.inputs}
+            feeds |= {inputs[argument]: torch.empty_like(shapes[name]) for argument, name in call.inputs.items()}
+            made = tuple(f"{k}.out.{j}" for j in range(len(call.outputs)))
+            parts[-1][call.kind] = Part(f"parts.{k}", (), inputs, made)
+            outputs += made
+    kit = Kit(traced).eval()
     # A tied head reads the embedding's table, under whichever of its two names the exporter took.
-    table = decoder.embedding.weight
-    tied = {name for name, parameter in kit.named_parameters(remove_duplicate=False) if parameter is table}
+    tables = [decoder.embedding.weight for decoder in decoders]
+    named = kit.named_parameters(remove_duplicate=False)
+    tied = {name for name, parameter in named if any(parameter is table for table in tables)}
     graph = _export(kit, feeds, outputs)
     for node in graph.node:
         for k, name in enumerate(node.input):
             node.input[k] = "embedding.weight" if name in tied else name
-    return {kind: replace(part, nodes=_nodes_behind(graph, part.outputs)) for kind, part in parts.items()}
+    return [
+        {kind: replace(part, nodes=_nodes_behind(graph, part.outputs)) for kind, part in kinds.items()}
+        for kinds in parts
+    ]
 
 
 def _export(module: torch.nn.Module, feeds: Mapping[str, Tensor], outputs: list[str]) -> onnx.GraphProto:

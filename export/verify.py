@@ -28,7 +28,7 @@ from rollkv.export.reference import (
     oracle_visible,
     tokens_first,
 )
-from rollkv.export.trace import trace_graph
+from rollkv.export.trace import trace_graphs
 from rollkv.models.checkpoint import Checkpoint
 from rollkv.runtime.align import plan_runs
 from rollkv.runtime.backend import Array, Backend, OrtBackend, available_threads
@@ -329,9 +329,9 @@ def _check_hidden(
 
 def _traced_backend(bundle: Bundle, checkpoint: Checkpoint) -> WeightlessBackend:
     """The graphs before the passes, traced again, with the bundle's own weights."""
-    graphs = {}
-    for graph in bundle.manifest.graphs:
-        traced = trace_graph(checkpoint.config, options_of(bundle.manifest), graph.rows)
-        traced.ir_version = graph.ir_version
-        graphs[graph.file] = traced
-    return WeightlessBackend(graphs, stored_weights(bundle), available_threads())
+    infos = bundle.manifest.graphs
+    graphs = trace_graphs(checkpoint.config, options_of(bundle.manifest), [info.rows for info in infos])
+    for info, graph in zip(infos, graphs, strict=True):
+        graph.ir_version = info.ir_version
+    files = dict(zip((info.file for info in infos), graphs, strict=True))
+    return WeightlessBackend(files, stored_weights(bundle), available_threads())

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from rollkv.models.config import CheckpointError, DecoderConfig
 from rollkv.models.hf_files import open_safetensors, read_json
 from rollkv.models.lora import Lora, open_lora
-from rollkv.models.names import head_name, tensor_names
+from rollkv.models.names import head_name, tensor_names, unread_names
 from rollkv.models.presets import PRESETS, cache_folder, fetch_preset, hash_file
 from rollkv.models.settings import read_config, token_ids
 from rollkv.models.tensors import StoredTensor
+from rollkv.models.wrappers import TextNames, read_model, text_names
 
 if TYPE_CHECKING:
     from rollkv.models.decoder import Decoder
@@ -72,12 +73,14 @@ class Checkpoint:
 
     kind: str  # "preset", "hub", "folder" or "file"
     id: str  # what the user called it, without its path
+    model_type: str  # of config.json, or what a GGUF architecture is called there
     path: Path  # folder or file
     config: DecoderConfig
     weights: tuple[Weight, ...]
     text: Mapping[str, bytes]  # tokenizer and generation files by name
     files: tuple[Path, ...]  # whose content decides the numbers
     lora: Path | None = None  # folder of the adapter that is merged into the weights
+    image_attention: str = "causal"  # see Manifest.image_attention
 
     def sha256(self) -> str:
         """Hash over the config and weight files: of a single file its own, else of the files' hashes in order."""
@@ -130,6 +133,8 @@ def load_decoder(decoder: Decoder, checkpoint: Checkpoint, slots: int) -> None:
     parameters = dict(decoder.named_parameters())  # a shared one appears once, under its first name
     with torch.no_grad():
         for weight in checkpoint.weights:
+            if weight.name == "per_layer_embedding.weight":
+                continue  # the host looks its rows up
             weight.copy_to(parameters.pop(weight.name).numpy())
         for name, table in position_tables(checkpoint.config, slots).items():
             parameters.pop(name).copy_(table)
@@ -141,20 +146,31 @@ def _open_folder(folder: Path, lora: Lora | None, report: Callable[[str], None])
     if not config_file.is_file():
         raise CheckpointError(f"{folder}: no config.json in this folder, so it is no Hugging Face checkpoint")
     raw = read_json(config_file)
-    config = read_config(raw, str(config_file))
+    model = read_model(raw, str(config_file))
+    config, wrapper = model.config, model.wrapper
+    aside = wrapper.aside if wrapper else ()
     shards = _shards(folder)
     found: dict[str, StoredTensor] = {}
-    for shard, names in shards.items():
-        held = open_safetensors(shard)
-        for name in sorted(names - held.keys()):
+    for shard, listed in shards.items():
+        held = open_safetensors(shard, aside)
+        for name in sorted(name for name in listed - held.keys() if not name.startswith(aside)):
             raise CheckpointError(f"{shard}: tensor {name} should be in this shard and is not; is it of another model?")
         for name in sorted(held.keys() & found.keys()):
-            other = next(file.name for file, listed in shards.items() if name in listed)
+            other = next(file.name for file, there in shards.items() if name in there)
             raise CheckpointError(f"{shard}: tensor {name} is in another shard too ({other})")
         found.update(held)
+    names = text_names(model, found, str(folder))
+    if model.tied_unless_stored and names.stored(head_name(config)) in found:
+        config = replace(config, tied_head=False)
     if lora is not None:
+        if names != TextNames():
+            both = len(lora.updates) + len(lora.replaced)
+            lora = lora.renamed(names.of_adapter)
+            if others := both - len(lora.updates) - len(lora.replaced):
+                report(f"{lora.folder}: {others} updates are of the vision part, which is not in the bundle")
         found = lora.apply(found, tied_rows=config.vocab_size if config.tied_head else None)
     text = {name: (folder / name).read_bytes() for name in TEXT_FILES if (folder / name).is_file()}
+    text |= _older_template(folder) if "chat_template.jinja" not in text else {}
     for name in TEXT_FILES:
         if lora and (lora.folder / name).is_file() and (lora.folder / name).read_bytes() != text.get(name):
             report(f"{lora.folder / name} differs from the checkpoint's; the checkpoint's goes into the bundle")
@@ -163,13 +179,26 @@ def _open_folder(folder: Path, lora: Lora | None, report: Callable[[str], None])
     return Checkpoint(
         kind="folder",
         id=folder.resolve().name,
+        model_type=raw["model_type"],
         path=folder,
         config=config,
-        weights=_weights(config, found, "hf", str(folder)),
+        weights=_weights(config, found, "hf", str(folder), names),
         text=text,
         files=(config_file, *shards, *(lora.files if lora else ())),
         lora=lora.folder if lora else None,
+        image_attention=wrapper.image_attention if wrapper else "causal",
     )
+
+
+def _older_template(folder: Path) -> dict[str, bytes]:
+    """The chat template where vision-language checkpoints of 2024 have it, as the file of today."""
+    file = folder / "chat_template.json"
+    if not file.is_file():
+        return {}
+    template = read_json(file).get("chat_template")
+    if not isinstance(template, str):
+        raise CheckpointError(f"{file}: chat_template is {str(template)[:80]!r}, must be a string")
+    return {"chat_template.jinja": template.encode()}
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -180,6 +209,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     return Checkpoint(
         kind="file",
         id=path.name,
+        model_type=config.family,
         path=path,
         config=config,
         weights=_weights(config, file.tensors, "gguf", str(path)),
@@ -188,22 +218,29 @@ def _open_gguf(path: Path) -> Checkpoint:
     )
 
 
-def _weights(config: DecoderConfig, found: Mapping[str, StoredTensor], column: str, where: str) -> tuple[Weight, ...]:
+def _weights(
+    config: DecoderConfig,
+    found: Mapping[str, StoredTensor],
+    column: str,
+    where: str,
+    names: TextNames = TextNames(),  # noqa: B008  (frozen)
+) -> tuple[Weight, ...]:
     """The decoder's parameters out of the tensors found; every name on either side must have its partner."""
-    left = set(found)
+    left = set(found) - unread_names(config)
     weights = []
-    for name in tensor_names(config, column):
+    for own in tensor_names(config, column):
+        name = replace(own, stored=tuple(map(names.stored, own.stored)))
         stored = name.assemble(found, where)
         left.difference_update(name.stored)
         weights.append(Weight(name.decoder, stored, name.transposed, f"{where}: tensor {name.stored[0]}"))
     if config.tied_head:
-        head = head_name(config, column)
+        head = names.stored(head_name(config, column))
         if head in left and not _equal(found[head], weights[0].stored):
             raise CheckpointError(
                 f"{where}: tie_word_embeddings is true, but {head} differs from the embedding; set it to false"
             )
         left.discard(head)
-    extra = [name for name in found if name in left and not _RECOMPUTED.fullmatch(name)]
+    extra = [name for name in found if name in left and not _RECOMPUTED.fullmatch(names.own(name))]
     if extra:
         raise CheckpointError(
             f"{where}: {len(extra)} tensors are not used by a {config.family} decoder, among them {extra[0]}"

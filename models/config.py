@@ -53,7 +53,7 @@ class LayerConfig:
     intermediate_size: int  # width of the MLP
     window: int | None = None  # how many tokens a query sees, itself included; None: all
     rope: str | None = "full"  # name of its rotary embedding; None: queries and keys do not turn
-    experts: bool = False  # a mixture of experts instead of the MLP
+    experts: bool = False  # a mixture of experts instead of the MLP; in Gemma 4 beside it
     kv_from: int | None = None  # the layer whose keys and values it reads; None: it has its own
 
 
@@ -72,7 +72,10 @@ class ExpertsConfig:
 class Gemma4Config:
     """What only Gemma 4 has."""
 
+    per_layer_width: int  # P: width of the embedding that a token has for each layer; 0: it has none
+    per_layer_vocab: int  # rows of the table of these embeddings, each num_layers * P wide
     per_layer_scale: float  # of the rows of the per-layer table
+    values_from_keys: bool  # layers without a window take their values from the projection of the keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +117,11 @@ class DecoderConfig:
     def num_layers(self) -> int:
         """Decoder layers."""
         return len(self.layers)
+
+    @property
+    def per_layer_width(self) -> int:
+        """P, 0 for a model without embeddings for each layer."""
+        return self.gemma4.per_layer_width if self.gemma4 is not None else 0
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rollkv.models.blocks import BLOCKS
 from rollkv.models.config import DecoderConfig
+from rollkv.models.gemma4 import Gemma4Layer, PerLayerInputs
 from rollkv.models.layers import make_norm
 from rollkv.models.rope import Rope, query_scales, rope_tables
 
@@ -99,7 +100,9 @@ class Decoder(nn.Module):
         self.embedding = Embedding(config.vocab_size, config.hidden_size, config.embedding_scale)
         self.positions = Positions(config.max_position, config.hidden_size) if config.learned_positions else None
         self.rope = nn.ModuleDict({rope.name: Rope(rope, config.max_position) for rope in config.ropes})
-        self.layers = nn.ModuleList(BLOCKS[config.order](config, layer, kv_layout) for layer in config.layers)
+        self.per_layer = PerLayerInputs(config) if config.per_layer_width else None
+        block = BLOCKS[config.order] if config.gemma4 is None else Gemma4Layer
+        self.layers = nn.ModuleList(block(config, layer, kv_layout) for layer in config.layers)
         self.head = Head(config, head, self.embedding.weight)
 
     def calls(self) -> Iterator[Call]:
@@ -115,6 +118,10 @@ class Decoder(nn.Module):
         if self.positions is not None:
             yield Call("positions", "positions", {"x": x, "position_ids": "position_ids"}, ("positions/x",))
             x = "positions/x"
+        own_rows = tuple(f"per_layer/{i}" for i in range(self.config.num_layers))
+        if self.per_layer is not None:
+            inputs = {"x": x, "per_layer_inputs": "per_layer_inputs"}
+            yield Call("per_layer", "per_layer", inputs, own_rows)
         rotations = {}
         for rope in self.config.ropes:
             place = f"rope.{rope.name}"
@@ -122,13 +129,21 @@ class Decoder(nn.Module):
             if rope.query_scale is not None:
                 rotations[rope.name]["query_scale"] = f"{place}/query_scale"
             yield Call(place, place, {"position_ids": "position_ids"}, tuple(rotations[rope.name].values()))
-        kinds = [replace(layer, kv_from=None) for layer in self.config.layers]
+        # Whose keys and values a layer reads makes no difference to its operations, that it has none of its own does.
+        kinds = [layer if layer.kv_from is None else replace(layer, kv_from=0) for layer in self.config.layers]
         for i, layer in enumerate(self.config.layers):
             inputs = {"x": x, **(rotations[layer.rope] if layer.rope is not None else {})}
             inputs["mask"] = "attention_mask" if layer.window is None else "sliding_attention_mask"
-            inputs |= {"past_key": f"past_key_{i}", "past_value": f"past_value_{i}"}
+            owner = i if layer.kv_from is None else layer.kv_from
+            past, new = ({part: f"{age}_{part}_{owner}" for part in ("key", "value")} for age in ("past", "new"))
+            inputs |= {"past_key": past["key"], "past_value": past["value"]}
+            if layer.kv_from is not None:
+                inputs |= {"new_key": new["key"], "new_value": new["value"]}
+            if self.per_layer is not None:
+                inputs["own_row"] = own_rows[i]
             x = f"layers.{i}/x"
-            yield Call(f"layer {kinds.index(kinds[i])}", f"layers.{i}", inputs, (x, f"new_key_{i}", f"new_value_{i}"))
+            made = (x, *new.values()) if layer.kv_from is None else (x,)
+            yield Call(f"layer {kinds.index(kinds[i])}", f"layers.{i}", inputs, made)
         yield Call("head", "head", {"x": x}, ("logits",))
 
     def forward(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:

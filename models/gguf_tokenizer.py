@@ -8,6 +8,7 @@ that approximates the tokenizer.json of the model (no NFC, hand-written classes)
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,8 @@ from rollkv.models.config import CheckpointError
 from rollkv.models.gguf_header import Metadata, quoted
 
 _TURNS = ("eot", "eom")  # tokens that end a turn and a message, beside the end of the text
+_TURN_ENDS = ("<end_of_turn>", "<|end|>")  # of gemma and phi: their files may not say so, llama.cpp goes by the text
+_NO_RSTRIP = ("<unk>", "<s>", "<|endoftext|>")  # of phi3's marks; the others take the white space that follows them
 _SHORT = {"unknown": "unk", "padding": "pad"}  # GGUF's word -> Hugging Face's, where they differ
 
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -26,11 +29,15 @@ _WORDS = (  # of cl100k and its descendants; {digits} at a time
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_TEKKEN_WORDS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_CASED_WORDS = (  # of tekken and o200k, which cut where case changes; {digits} at a time, words with their {endings}
+    r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{endings}"
+    r"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{endings}"
+    r"|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+_MARKS = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)  # cut out of a text before anything else
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +69,9 @@ PRE_TOKENIZERS = {  # tokenizer.ggml.pre -> what it stands for
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
-    "tekken": PreTokenizer(splits=(_TEKKEN_WORDS,), whole_words=True, add_bos=True),
+    "tekken": PreTokenizer(splits=(_CASED_WORDS.format(digits="", endings=""),), whole_words=True, add_bos=True),
+    "dbrx": PreTokenizer(splits=(_WORDS.format(digits="{1,3}"),)),  # phi-4
+    "gpt-4o": PreTokenizer(splits=(_CASED_WORDS.format(digits="{1,3}", endings=_ENDINGS),)),  # phi-4-mini
 }
 
 
@@ -82,6 +91,10 @@ def special_ids(metadata: Metadata) -> dict[str, int]:
 def end_ids(metadata: Metadata) -> list[int]:
     """Ids of the tokens that end a generation: of a text, a turn and a message, each once, those that the file has."""
     found = [special_ids(metadata).get("eos"), *(metadata.token(f"tokenizer.ggml.{name}_token_id") for name in _TURNS)]
+    if "tokenizer.ggml.tokens" in metadata:
+        tokens = metadata.strings("tokenizer.ggml.tokens")
+        types = _token_types(metadata, len(tokens))
+        found += [i for i, token in enumerate(tokens) if token in _TURN_ENDS and types[i] in _MARKS]
     return list(dict.fromkeys(token for token in found if token is not None))
 
 
@@ -101,12 +114,19 @@ def tokenizer_files(metadata: Metadata) -> dict[str, bytes]:
         pre = _pre_tokenizer(metadata)
         tokenizer, add_bos = _byte_level(metadata, tokens, pre), pre.add_bos
     else:
+        tokens, types = _as_merged(tokens, types)
         tokenizer, add_bos = _sentencepiece(metadata, tokens, types, special.get("unknown")), True
+    strips = kind == "llama" and metadata.text("general.architecture") == "phi3"
     tokenizer.add_tokens(
         [
-            AddedToken(token, special=mark != TokenType.USER_DEFINED, normalized=False)
+            AddedToken(
+                token,
+                special=mark != TokenType.USER_DEFINED,
+                normalized=False,
+                rstrip=strips and token not in _NO_RSTRIP,
+            )
             for token, mark in zip(tokens, types, strict=True)
-            if mark in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
+            if mark in _MARKS
         ]
     )
     add_bos = metadata.flag("tokenizer.ggml.add_bos_token", add_bos)
@@ -182,6 +202,24 @@ def _byte_level(metadata: Metadata, tokens: list[str], pre: PreTokenizer) -> Tok
     return tokenizer
 
 
+def _as_merged(tokens: list[str], types: list[int]) -> tuple[list[str], list[int]]:
+    """Tokens and types of a SentencePiece file by which merging finds what SentencePiece finds.
+
+    Runs of spaces of type USER_DEFINED are written "▁▁", as merging sees them; converters after 2024 write spaces. A
+    byte of ASCII whose character has no token, though longer ones have it (gemma's tab), becomes that character.
+    """
+    tokens, types, ids = [*tokens], [*types], {token: index for index, token in enumerate(tokens)}
+    inside = {character for i, token in enumerate(tokens) if types[i] == TokenType.NORMAL for character in token}
+    for index, token in enumerate(tokens):
+        if types[index] == TokenType.USER_DEFINED and not token.strip(" ") and token.replace(" ", "▁") not in ids:
+            tokens[index] = token.replace(" ", "▁")
+    for character in sorted(inside - ids.keys()):
+        byte = ids.get(f"<0x{ord(character):02X}>", -1) if character.isascii() else -1
+        if byte >= 0 and types[byte] == TokenType.BYTE:
+            tokens[byte], types[byte] = character, int(TokenType.NORMAL)
+    return tokens, types
+
+
 def _sentencepiece(metadata: Metadata, tokens: list[str], types: list[int], unknown: int | None) -> Tokenizer:
     for key in ("remove_extra_whitespaces", "precompiled_charsmap"):
         value = metadata.value(f"tokenizer.ggml.{key}") if f"tokenizer.ggml.{key}" in metadata else False
@@ -212,8 +250,13 @@ def _merges(tokens: list[str], types: list[int], scores: list[float]) -> list[tu
 
     Every way to cut a normal token into two is a merge with its score. Those of one score come with the longer left
     part first, then by the ids of the parts; converters of SentencePiece models to tokenizer.json order them so too.
+    Runs of "▁" that the user defined come before all: SentencePiece takes them whole.
     """
-    ids = {token: index for index, token in enumerate(tokens) if types[index] == TokenType.NORMAL}
+    runs = {
+        index for index, token in enumerate(tokens) if types[index] == TokenType.USER_DEFINED and not token.strip("▁")
+    }
+    ids = {token: i for i, token in enumerate(tokens) if types[i] == TokenType.NORMAL or i in runs}
+    scores = [math.inf if index in runs else score for index, score in enumerate(scores)]
     ranked: list[tuple[float, int, int, int, int, int]] = []
     for token, index in ids.items():
         for cut in range(1, len(token)):

@@ -29,9 +29,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def open_safetensors(path: Path) -> dict[str, StoredTensor]:
+def open_safetensors(path: Path, aside: tuple[str, ...] = ()) -> dict[str, StoredTensor]:
     """Every tensor of a safetensors file by name; only the header is read.
 
+    aside: prefixes of names that are passed over.
     Raises CheckpointError: no such file, a Git LFS pointer, damage, a tensor that is not of floating point.
     """
     import ml_dtypes  # noqa: F401  (gives NumPy the bfloat16 that safetensors then returns)
@@ -43,7 +44,7 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     try:
         file = safe_open(path, framework="np")
         names: list[str] = file.keys()  # type: ignore[no-untyped-call]
-        return {name: _SafeTensor(file, name, str(path)) for name in names}
+        return {name: _SafeTensor(file, name, str(path)) for name in names if not name.startswith(aside)}
     except SafetensorError as error:
         raise CheckpointError(f"{path}: damaged or cut short: {error}") from None
 

@@ -45,7 +45,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width)."""
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.eps) * self.weight
+        return scaled_to_one(x, self.eps) * self.weight
+
+
+def scaled_to_one(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last axis: an RMSNorm without a weight."""
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
 
 
 class LayerNorm(nn.Module):
@@ -256,13 +261,17 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(1, c, H) -> (1, c, H)."""
-        rows, count, width = x.shape[1], self.experts.count, self.experts.width
-        weights = self.route(x).view(1, rows, count, 1)
-        hidden = activate(self.gate(x), self.activation) * self.up(x)  # (1, c, E W)
-        hidden = hidden.view(1, rows, count, width) * weights
-        out: Tensor = self.down(hidden.view(1, rows, count * width))
+        out = self.mix(x, self.route(x))
         if self.shared is not None and self.shared_gate is not None:
             out = out + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
+        return out
+
+    def mix(self, x: Tensor, weights: Tensor) -> Tensor:
+        """The sum of all experts of x (1, c, H), each times its weight (1, c, 1, E): (1, c, H)."""
+        rows, count, width = x.shape[1], self.experts.count, self.experts.width
+        hidden = activate(self.gate(x), self.activation) * self.up(x)  # (1, c, E W)
+        hidden = hidden.view(1, rows, count, width) * weights.view(1, rows, count, 1)
+        out: Tensor = self.down(hidden.view(1, rows, count * width))
         return out
 
     def route(self, x: Tensor) -> Tensor:

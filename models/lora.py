@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,29 @@ class Lora:
     files: tuple[Path, ...]  # whose content decides the numbers
     updates: Mapping[str, Factors]
     replaced: Mapping[str, StoredTensor]  # whole tensors that take the place of the checkpoint's
+
+    def renamed(self, rename: Callable[[str], str | None]) -> Lora:
+        """The same adapter under other names; what rename gives None for is left out.
+
+        Raises CheckpointError: two tensors get one name, or none is left.
+        """
+        where = self.folder / WEIGHTS_FILE
+        taken: set[str] = set()
+        sorted_out: list[dict[str, Any]] = []
+        for tensors in (self.updates, self.replaced):
+            kept: dict[str, Any] = {}
+            for name, tensor in tensors.items():
+                new = rename(name)
+                if new is None:
+                    continue
+                if new in taken:
+                    raise CheckpointError(f"{where}: holds {new} twice, the second time as {name}")
+                taken.add(new)
+                kept[new] = tensor
+            sorted_out.append(kept)
+        if not taken:
+            raise CheckpointError(f"{where}: changes no tensor of the text decoder; it is about images alone")
+        return replace(self, updates=sorted_out[0], replaced=sorted_out[1])
 
     def apply(self, found: Mapping[str, StoredTensor], tied_rows: int | None = None) -> dict[str, StoredTensor]:
         """The tensors of a checkpoint by name, with the adapter in them.

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rollkv.models.config import CheckpointError, DecoderConfig, ExpertsConfig, LayerConfig
-from rollkv.models.families import FAMILIES, Source
-from rollkv.models.tensor_views import Joined, Picked, Plus, Stacked, grouped, half_order
+from rollkv.models.config import CheckpointError, DecoderConfig, ExpertsConfig, Gemma4Config, LayerConfig
+from rollkv.models.families import FAMILIES
+from rollkv.models.family import Source
+from rollkv.models.tensor_views import Flattened, Joined, Picked, Plus, Stacked, Swapped, grouped, half_order
 from rollkv.models.tensors import StoredTensor
 
 HF = {
@@ -64,6 +65,7 @@ class TensorName:
     stored_shape: tuple[int, ...]  # of each of them
     transposed: bool = False  # the decoder keeps (in, out) where the checkpoint keeps (out, in)
     joined: int | None = None  # the axis along which several are joined
+    flat: str | None = None  # of three stored axes the first two are one: "abc" as (ab, c), or "acb" as (ac, b)
     pick: NDArray[np.int64] | None = None  # which rows (columns for pick_axis 1) of the stored tensor, in order
     pick_axis: int = 0
     plus: float = 0.0  # added to every value
@@ -84,6 +86,8 @@ class TensorName:
             tensor = Stacked(tuple(parts))
         elif self.joined is not None:
             tensor = Joined(tuple(parts), self.joined)
+        if self.flat is not None:
+            tensor = Flattened(tensor if self.flat == "abc" else Swapped(tensor))
         if self.pick is not None:
             tensor = Picked(tensor, self.pick, self.pick_axis)
         return Plus(tensor, self.plus) if self.plus else tensor
@@ -99,6 +103,8 @@ def tensor_names(config: DecoderConfig, column: str = "hf") -> Iterator[TensorNa
     yield namer.table("embedding", (vocab, hidden))
     if config.learned_positions:
         yield namer.table("positions", (config.max_position, hidden))
+    if config.gemma4 is not None and config.gemma4.per_layer_width:
+        yield from namer.per_layer_inputs(config.gemma4)
     for i, layer in enumerate(config.layers):
         ours, theirs = f"layers.{i}.", f"{namer.name('layers')}.{i}."
         for tensor in namer.layer(layer):
@@ -108,6 +114,20 @@ def tensor_names(config: DecoderConfig, column: str = "hf") -> Iterator[TensorNa
         yield TensorName("head.weight", (f"{namer.name('head')}.weight",), (vocab, hidden), True)
     if "head" in config.biases:
         yield TensorName("head.bias", (f"{namer.name('head')}.bias",), (vocab,))
+
+
+def unread_names(config: DecoderConfig) -> set[str]:
+    """Tensors that a checkpoint may hold and the model does not read: keys and values of a layer that has none.
+
+    Gemma 4 was trained with them in every layer, and published so; transformers leaves them out by the same names.
+    """
+    return {
+        f"{_Namer(config, 'hf').name('layers')}.{i}.self_attn.{part}.{kind}"
+        for i, layer in enumerate(config.layers)
+        if layer.kv_from is not None
+        for part in ("k_proj", "v_proj", "k_norm", "v_norm")
+        for kind in ("weight", "bias")
+    }
 
 
 def head_name(config: DecoderConfig, column: str = "hf") -> str:
@@ -145,25 +165,59 @@ class _Namer:
         if pre:
             yield from self.norm("attention_norm", *norm)
         sizes = {"q": queries, "k": kv, "v": kv}
-        for x in "qkv":
+        own = "q" if layer.kv_from is not None else "qk" if _values_from_keys(config, layer) else "qkv"
+        for x in own:
             heads = config.num_heads if x == "q" else layer.kv_heads
             order = None if x == "v" else self._half_order(layer, heads)
             yield from self.linear(f"attention.{x}", config.hidden_size, sizes, x, "qkv" in config.biases, order)
         yield from self.linear("attention.out", queries, {"": config.hidden_size}, "", "out" in config.biases)
         if config.qk_norm is not None:
             for x, heads in (("q", config.num_heads), ("k", layer.kv_heads)):
-                yield from self.qk_norm(f"attention.{x}_norm", heads, layer)
+                if x in own:
+                    yield from self.qk_norm(f"attention.{x}_norm", heads, layer)
         if post:
             yield from self.norm("attention_post_norm", *norm)
         if pre and config.order != "parallel":
             yield from self.norm("mlp_norm", *norm)
-        if layer.experts:
+        if layer.experts and config.gemma4 is None:
             assert config.experts is not None
             yield from self.experts(config.experts)
         else:
             yield from self.mlp("mlp", layer.intermediate_size)
         if post:
             yield from self.norm("mlp_post_norm", *norm)
+        if config.gemma4 is not None:
+            yield from self.gemma4(layer, config.gemma4)
+
+    def per_layer_inputs(self, gemma4: Gemma4Config) -> Iterator[TensorName]:
+        """The table of embeddings for each layer, which stays outside of the graph, and what joins it there."""
+        hidden, width = self._config.hidden_size, self._config.num_layers * gemma4.per_layer_width
+        yield self.table("per_layer_embedding", (gemma4.per_layer_vocab, width))
+        yield from self.linear("per_layer.projection", hidden, {"": width}, "", False)
+        yield from self.norm("per_layer.norm", (gemma4.per_layer_width,), False)
+
+    def gemma4(self, layer: LayerConfig, gemma4: Gemma4Config) -> Iterator[TensorName]:
+        """What a layer of Gemma 4 has beside attention, MLP and their norms, see `gemma4.Gemma4Layer`."""
+        hidden, experts = self._config.hidden_size, self._config.experts
+        yield TensorName("scalar", (self.name("scalar"),), (1,))
+        if gemma4.per_layer_width:
+            yield from self.linear("own_gate", hidden, {"": gemma4.per_layer_width}, "", False)
+            yield from self.linear("own_out", gemma4.per_layer_width, {"": hidden}, "", False)
+            yield from self.norm("own_norm", (hidden,), False)
+        if not layer.experts:
+            return
+        assert experts is not None
+        for part in ("mlp_own_norm", "experts_norm", "experts_post_norm"):
+            yield from self.norm(part, (hidden,), False)
+        yield TensorName("experts.router_norm.weight", (self.name("experts.router_norm"),), (hidden,))
+        yield from self.linear("experts.router", hidden, {"": experts.count}, "", False)
+        yield TensorName("experts.factors", (self.name("experts.factors"),), (experts.count,))
+        both, shape = (self.name("experts.gate-up"),), (experts.count, 2 * experts.width, hidden)
+        for which, part in enumerate(("gate", "up")):
+            pick = grouped(experts.count, 2, which, experts.width)
+            yield TensorName(f"experts.{part}.weight", both, shape, True, flat="abc", pick=pick)
+        shape = (experts.count, hidden, experts.width)
+        yield TensorName("experts.down.weight", (self.name("experts.down"),), shape, flat="acb")
 
     def norm(self, part: str, shape: tuple[int, ...], bias: bool) -> Iterator[TensorName]:
         """A norm that is stored as it is."""
@@ -251,3 +305,7 @@ class _Namer:
         """The order of rows that turns interleaved pairs into halves, or None when they are halves already."""
         rotary = self._rotary.get(layer.rope or "", 0)
         return half_order(heads, layer.head_dim, rotary) if rotary else None
+
+
+def _values_from_keys(config: DecoderConfig, layer: LayerConfig) -> bool:
+    return config.gemma4 is not None and config.gemma4.values_from_keys and layer.window is None

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollkv.models.config import CheckpointError, DecoderConfig, ExpertsConfig, LayerConfig, RopeConfig
-from rollkv.models.families import FAMILIES, REQUIRED, Family, Key
+from rollkv.models.families import FAMILIES
+from rollkv.models.family import REQUIRED, Family, Key
 from rollkv.models.rope_settings import merge_rope, read_rope
 
 # No model is near them: a damaged number is refused before memory is asked for. Beyond 2^24 float32 skips positions.
@@ -97,7 +98,7 @@ def read_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
         for window, turn, chosen in zip(windows, turns, sparse, strict=True)
     )
     used = {layer.rope for layer in layers}
-    return DecoderConfig(
+    config = DecoderConfig(
         family=family.model_type,
         vocab_size=sizes["vocab_size"],
         hidden_size=sizes["hidden_size"],
@@ -113,6 +114,7 @@ def read_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
         tied_head=bool(got["tie_word_embeddings"]),
         **{"activation": _activation(family, got, where), **_fields(family, got, where)},
     )
+    return config if family.finish is None else family.finish(config, got, where)
 
 
 def token_ids(value: Any, where: str) -> tuple[int, ...]:

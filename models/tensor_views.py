@@ -176,6 +176,23 @@ class Flattened:
 
 
 @dataclass(frozen=True, eq=False)
+class Swapped:
+    """A tensor (E, R, S) as (E, S, R)."""
+
+    stored: StoredTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(E, S, R)."""
+        items, rows, columns = self.stored.shape
+        return (items, columns, rows)
+
+    def read(self, start: int, stop: int) -> Block:
+        """Items start .. stop - 1."""
+        return self.stored.read(start, stop).swapaxes(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
 class LowRank:
     """stored + scale * (b @ a), or the update transposed where the tensor is stored as (in, out).
 

@@ -128,14 +128,30 @@ def bundle(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     return get
 
 
-_TRACED: dict[Any, bytes] = {}
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """saved(name): a tiny vision-language checkpoint of vision_models.MODELS, made once."""
+    from vision_models import Saved, load, save
+
+    made: dict[str, Saved] = {}
+
+    def get(name: str) -> Saved:
+        if name not in made:
+            folder = save(tmp_path_factory.mktemp("vision") / name, name)
+            made[name] = Saved(folder, load(folder))
+        return made[name]
+
+    return get
 
 
-def trace_once(config: Any, options: Any, rows: int) -> Any:
-    """`trace.trace_graph`, which depends on nothing but the fields in the key."""
+_TRACED: dict[Any, list[bytes]] = {}
+
+
+def trace_once(config: Any, options: Any, rows: Any) -> Any:
+    """`trace.trace_graphs`, which depends on nothing but the fields in the key."""
     import onnx
 
-    from rollkv.export.trace import trace_graph
+    from rollkv.export.trace import trace_graphs
     from rollkv.models.config import RopeConfig
 
     # Of a rotary embedding the graph has the shape of its tables; their values are weights.
@@ -153,7 +169,7 @@ def trace_once(config: Any, options: Any, rows: int) -> Any:
     lengths = (options.chunk_size, options.max_kvcache_len)
     key = (
         replace(config, family="", eos_token_ids=(), ropes=ropes),
-        rows,
+        *rows,
         *lengths,
         options.kv_layout,
         options.ids,
@@ -161,8 +177,8 @@ def trace_once(config: Any, options: Any, rows: int) -> Any:
         options.input,
     )
     if key not in _TRACED:
-        _TRACED[key] = trace_graph(config, options, rows).SerializeToString()
-    return onnx.ModelProto.FromString(_TRACED[key])
+        _TRACED[key] = [model.SerializeToString() for model in trace_graphs(config, options, rows)]
+    return [onnx.ModelProto.FromString(data) for data in _TRACED[key]]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -175,7 +191,7 @@ def shared_traces() -> Iterator[None]:
 
     patch = pytest.MonkeyPatch()
     for module in (pipeline, verify):
-        patch.setattr(module, "trace_graph", trace_once)
+        patch.setattr(module, "trace_graphs", trace_once)
     yield
     patch.undo()
 

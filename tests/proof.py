@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from conftest import export
-from family_shapes import make_family
 
 from rollkv.export.reference import Reference
 from rollkv.export.verify import verify_bundle
@@ -33,12 +32,11 @@ class RowsBackend:
         return outputs
 
 
-def prove(name: str, folder: Path, **settings: Any) -> dict[str, float]:
-    """Export a family's shape and compare it with transformers; returns the worst error of rows and of the ladder.
+def prove(source: Path, folder: Path, **settings: Any) -> dict[str, float]:
+    """Export a checkpoint and compare it with transformers; returns the worst error of rows and of the ladder.
 
     settings: of the export, by the names of `signature.resolve`.
     """
-    source = make_family(folder / "source", name)
     bundle = export(source, folder / "bundle", head="all", **settings)
     checkpoint = open_checkpoint(str(source))
     reference = Reference(checkpoint, bundle.manifest.max_kvcache_len)

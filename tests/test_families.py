@@ -14,7 +14,8 @@ from family_shapes import FAMILY_SHAPES, make_family
 
 from rollkv.models.checkpoint import load_decoder, open_checkpoint
 from rollkv.models.decoder import Decoder
-from rollkv.models.families import FAMILIES, REQUIRED
+from rollkv.models.families import FAMILIES
+from rollkv.models.family import REQUIRED
 from rollkv.models.names import tensor_names
 
 ALL = [*SHAPES, *FAMILY_SHAPES]

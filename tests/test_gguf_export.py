@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import export, make_checkpoint
-from tiny_gguf import write_gguf
+from tiny_gguf import converted_metadata, converted_tensors, write_gguf
 from toy_tokenizers import CHATML, TEXTS, byte_level, write
 
 from rollkv.export.verify import verify_bundle
 from rollkv.models.checkpoint import open_checkpoint
-from rollkv.models.names import tensor_names
 from rollkv.runtime import Session
 from rollkv.runtime.text import Tokenizer
 
@@ -40,34 +39,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(made, byte_level(), bos_token="<s>", eos_token="<|im_end|>", chat_template=CHATML)
 
 
-def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k as llama.cpp keeps them: the two halves of a head in turn."""
-    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-
-
 def as_gguf(folder: Path, path: Path, kind: str) -> Path:
-    from transformers import AutoModelForCausalLM
-
-    config = open_checkpoint(str(folder)).config
-    state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
-    tensors = {}
-    for names, in_gguf in zip(tensor_names(config, "hf"), tensor_names(config, "gguf"), strict=True):
-        assert names.decoder == in_gguf.decoder
-        value = state[names.stored[0]].numpy()
-        if names.decoder.endswith(("attention.q.weight", "attention.k.weight")):
-            value = interleaved(value, HEADS if ".q." in names.decoder else KV_HEADS)
-        tensors[in_gguf.stored[0]] = value
     model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     vocab = sorted(model["vocab"], key=model["vocab"].get)
     values = {
-        "llama.block_count": config.num_layers,
-        "llama.context_length": config.max_position,
-        "llama.embedding_length": HIDDEN,
-        "llama.feed_forward_length": WIDTH,
-        "llama.attention.head_count": HEADS,
-        "llama.attention.head_count_kv": KV_HEADS,
-        "llama.attention.layer_norm_rms_epsilon": config.norm_eps,
-        "llama.rope.freq_base": config.ropes[0].theta,
+        **converted_metadata(folder, "llama"),
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": vocab,
@@ -79,7 +55,7 @@ def as_gguf(folder: Path, path: Path, kind: str) -> Path:
         "tokenizer.ggml.add_bos_token": True,
         "tokenizer.chat_template": CHATML,
     }
-    return write_gguf(path, values, tensors, kind=kind)
+    return write_gguf(path, values, converted_tensors(folder, "llama"), kind=kind)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16"])

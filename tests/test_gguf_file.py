@@ -182,6 +182,9 @@ def test_a_float32_is_the_shortest_decimal_that_means_it(tiny, number):
         ({"scaling.type": "none"}, {"rope_type": "default"}),
         ({"scaling.type": "linear", "scaling.factor": 2.5}, {"rope_type": "linear", "factor": 2.5}),
         ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scaling.type": "linear", "scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scaling.type": "none", "scale_linear": 4.0, "scaling.factor": 2.0}, {"rope_type": "default"}),
     ],
 )
 def test_rope_scaling_is_in_the_config(tiny, values, rope):
@@ -278,8 +281,9 @@ def test_metadata_that_does_not_fit_is_refused(tiny, values, message):
 
 
 def test_an_architecture_that_is_not_supported_is_named(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", {}, {}, architecture="gemma2")
-    with pytest.raises(CheckpointError, match=r"m\.gguf: architecture 'gemma2' .* supported: llama, qwen2, qwen3$"):
+    path = write_gguf(tmp_path / "m.gguf", {}, {}, architecture="mamba")
+    allowed = "llama, qwen2, qwen3, gemma2, gemma3, phi3"
+    with pytest.raises(CheckpointError, match=rf"m\.gguf: architecture 'mamba' .* supported: {allowed}$"):
         read_gguf(path)
 
 

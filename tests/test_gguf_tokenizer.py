@@ -140,6 +140,8 @@ def pieces(text_files, trained, pre: str, text: str) -> list[str]:
         ("qwen2", ["HTTPServer", "Ġa", "/", "Ġ", "1", "2", "3", "4", "5", "Ċ", "x"]),
         ("llama3", ["HTTPServer", "Ġa", "/", "Ġ", "123", "45", "Ċ", "x"]),
         ("tekken", ["HTTPServer", "Ġa", "/", "Ġ", "1", "2", "3", "4", "5", "Ċ", "x"]),
+        ("dbrx", ["HTTPServer", "Ġa", "/", "Ġ", "123", "45", "Ċ", "x"]),
+        ("gpt-4o", ["HTTPServer", "Ġa", "/", "Ġ", "123", "45", "Ċ", "x"]),
     ],
 )
 def test_a_pre_tokenizer_cuts_where_its_name_says(text_files, trained, pre, expected):
@@ -148,6 +150,10 @@ def test_a_pre_tokenizer_cuts_where_its_name_says(text_files, trained, pre, expe
 
 def test_tekken_cuts_between_a_lower_and_an_upper_letter(text_files, trained):
     assert pieces(text_files, trained, "tekken", "camelCase'S") == ["camel", "Case", "'S"]
+
+
+def test_gpt_4o_keeps_an_ending_with_its_word(text_files, trained):
+    assert pieces(text_files, trained, "gpt-4o", "camelCase'S don't") == ["camel", "Case'S", "Ġdon't"]
 
 
 @pytest.mark.parametrize(

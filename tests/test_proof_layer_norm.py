@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from family_shapes import shapes_of
+from family_shapes import make_family, shapes_of
 from proof import prove
 
-FAMILIES = "phi starcoder2 stablelm gpt_neox gpt2 cohere cohere2 nemotron"
+from rollkv.models.families_layer_norm import ROWS
 
 
-@pytest.mark.parametrize("name", shapes_of(*FAMILIES.split()))
+@pytest.mark.parametrize("name", shapes_of(*(row.model_type for row in ROWS)))
 def test_every_row_and_every_rung_equals_transformers(name: str, tmp_path: Path) -> None:
-    prove(name, tmp_path)
+    prove(make_family(tmp_path / "source", name), tmp_path / "bundle")

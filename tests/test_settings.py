@@ -12,7 +12,8 @@ import pytest
 from conftest import SMALL
 
 from rollkv.models.config import CheckpointError, DecoderConfig, RopeConfig
-from rollkv.models.families import FAMILIES, REQUIRED
+from rollkv.models.families import FAMILIES
+from rollkv.models.family import REQUIRED
 from rollkv.models.settings import read_config
 from rollkv.runtime.mask import causal_mask
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollkv.models.config import CheckpointError
-from rollkv.models.tensor_views import Flattened, Joined, LowRank, Picked, Plus, Scaled, grouped, half_order
+from rollkv.models.tensor_views import Flattened, Joined, LowRank, Picked, Plus, Scaled, Swapped, grouped, half_order
 from rollkv.models.tensors import StoredTensor
 
 RNG = np.random.default_rng(5)
@@ -109,6 +109,12 @@ def test_a_stack_is_read_as_rows_one_item_after_the_other() -> None:
     assert stored.reads == [(1, 2), (2, 3), (3, 4)]
     matrix = Held(4, 6)
     assert_is(Flattened(matrix), matrix.array.reshape(24))
+
+
+def test_the_items_of_a_stack_are_read_transposed() -> None:
+    stored = Held(6, 5, 3)
+    assert_is(Swapped(stored), stored.array.transpose(0, 2, 1))
+    assert_is(Flattened(Swapped(stored)), stored.array.transpose(0, 2, 1).reshape(18, 5))
 
 
 def test_a_low_rank_update_is_added_in_either_orientation() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from gguf import GGUFWriter
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGUFWriter, get_tensor_name_map
+from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType
 from gguf.quants import quantize
 
 HIDDEN, FEED_FORWARD, LAYERS, HEADS, KV_HEADS = 64, 96, 2, 4, 2
@@ -113,3 +115,73 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q or k as llama.cpp keeps them: the two halves of a head in turn."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def converted_tensors(folder: Path, architecture: str) -> dict[str, np.ndarray]:
+    """The tensors of a Hugging Face folder as llama.cpp's converter writes them, named by the gguf package."""
+    from safetensors.torch import load_file
+
+    raw = json.loads((folder / "config.json").read_text())
+    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = get_tensor_name_map(kind, raw["num_hidden_layers"])
+    heads = {"q_proj": raw["num_attention_heads"], "k_proj": raw["num_key_value_heads"]}
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        value = tensor.float().numpy()
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            value = value + np.float32(1)
+        if architecture == "llama" and (part := name.split(".")[-2]) in heads:
+            value = interleaved(value, heads[part])
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, name
+        tensors[found] = value
+    for length in ("long", "short"):
+        factors = raw["rope_parameters"].get(f"{length}_factor")
+        if factors:
+            tensors[f"rope_factors_{length}.weight"] = np.array(factors, np.float32)
+    return tensors
+
+
+def converted_metadata(folder: Path, architecture: str) -> dict[str, object]:
+    """The metadata of a Hugging Face folder as llama.cpp's converter writes them, without a tokenizer."""
+    raw = json.loads((folder / "config.json").read_text())
+    rope = raw["rope_parameters"]
+    whole = rope.get("full_attention", rope)
+    values: dict[str, object] = {
+        "block_count": raw["num_hidden_layers"],
+        "vocab_size": raw["vocab_size"],
+        "context_length": raw["max_position_embeddings"],
+        "embedding_length": raw["hidden_size"],
+        "feed_forward_length": raw["intermediate_size"],
+        "attention.head_count": raw["num_attention_heads"],
+        "attention.head_count_kv": raw["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": raw["rms_norm_eps"],
+        "rope.freq_base": float(whole["rope_theta"]),
+    }
+    if raw.get("head_dim"):
+        values |= {"attention.key_length": raw["head_dim"], "attention.value_length": raw["head_dim"]}
+    if whole["rope_type"] == "linear":
+        values |= {"rope.scaling.type": "linear", "rope.scaling.factor": whole["factor"]}
+    if architecture in ("gemma2", "gemma3"):
+        values |= {
+            "attn_logit_softcapping": raw["attn_logit_softcapping"],
+            "final_logit_softcapping": raw["final_logit_softcapping"],
+            "attention.sliding_window": raw["sliding_window"],
+        }
+    if architecture == "phi3":
+        original = raw["original_max_position_embeddings"]
+        head_dim = raw["hidden_size"] // raw["num_attention_heads"]
+        values |= {
+            "attention.sliding_window": raw["sliding_window"] or 0,
+            "rope.scaling.original_context_length": original,
+            "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        }
+        if rope["rope_type"] == "longrope":
+            scale = raw["max_position_embeddings"] / original
+            values["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original))
+    return {f"{architecture}.{key}": value for key, value in values.items()}

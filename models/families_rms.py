@@ -1,0 +1,218 @@
+"""Families whose RMS norms stand before attention and MLP: llama and those that differ from it in little."""
+
+from __future__ import annotations
+
+from rollkv.models.family import (
+    ATTENTION_BIAS,
+    GATE_UP,
+    GEMMA,
+    NEEDS_KV,
+    ONE_TWO,
+    PART,
+    QKV,
+    REQUIRED,
+    SQRT_H,
+    WINDOW_SWITCH,
+    Family,
+    Key,
+    Source,
+    geometry,
+)
+
+ROWS = (
+    Family(
+        model_type="llama",
+        settings=geometry(attention_bias=False, mlp_bias=False, **ONE_TWO),
+        biases={**ATTENTION_BIAS, "mlp": "mlp_bias"},
+        gguf={},
+    ),
+    Family(
+        model_type="mistral",
+        settings=geometry(sliding_window=4096, **NEEDS_KV, **ONE_TWO),
+        windows="all",
+    ),
+    Family(
+        model_type="qwen2",
+        settings=geometry(**NEEDS_KV, **WINDOW_SWITCH),
+        fixed={"attention_bias": True},
+        biases={"qkv": True},
+        windows="switch",
+        gguf={},
+    ),
+    Family(
+        model_type="qwen3",
+        settings=geometry(**NEEDS_KV, head_dim=128, attention_bias=False, **WINDOW_SWITCH),
+        fields={"qk_norm": "rms-head"},
+        biases=ATTENTION_BIAS,
+        windows="switch",
+        gguf={},
+    ),
+    Family(
+        model_type="gemma",
+        settings=geometry(
+            "hidden_act",
+            num_key_value_heads=16,
+            head_dim=256,
+            hidden_activation=None,
+            **GEMMA,
+            use_bidirectional_attention=None,
+        )
+        | {"hidden_act": "gelu_pytorch_tanh"},
+        fixed={"use_bidirectional_attention": False, "hidden_activation": "gelu_pytorch_tanh"},
+        fields={"embedding_scale": SQRT_H},
+        activations={"gelu": "gelu-tanh"},  # what the first release wrote
+        biases=ATTENTION_BIAS,
+        norm_plus=1.0,
+    ),
+    Family(
+        model_type="phi3",
+        settings=geometry(
+            "head_dim",
+            **PART,
+            rms_norm_eps=1e-5,
+            original_max_position_embeddings=4096,
+            sliding_window=None,
+            bos_token_id=1,
+            eos_token_id=32000,
+        ),
+        fixed={"attention_bias": False},
+        windows="all",
+        names={**QKV, **GATE_UP},
+        gguf={
+            **{f"attention.{x}": Source("attn_qkv", "qkv") for x in "qkv"},
+            "mlp.gate": Source("ffn_up", "gate-up"),
+            "mlp.up": Source("ffn_up", "gate-up"),
+        },
+    ),
+    Family(
+        model_type="smollm3",
+        settings=geometry(
+            num_key_value_heads=4,
+            use_sliding_window=False,
+            sliding_window=None,
+            max_window_layers=None,
+            no_rope_layers=None,
+            no_rope_layer_interval=4,
+            layer_types=None,
+            attention_bias=False,
+            mlp_bias=False,
+            tie_word_embeddings=True,
+            bos_token_id=128000,
+            eos_token_id=128001,
+        ),
+        biases={**ATTENTION_BIAS, "mlp": "mlp_bias"},
+        windows="listed",
+        turns="listed",
+        theta=2000000.0,
+    ),
+    Family(
+        model_type="granite",
+        settings=geometry(
+            attention_bias=False,
+            mlp_bias=False,
+            embedding_multiplier=1.0,
+            logits_scaling=1.0,
+            residual_multiplier=1.0,
+            attention_multiplier=1.0,
+            **ONE_TWO,
+        ),
+        fields={
+            "embedding_scale": Key("embedding_multiplier"),
+            "logit_scale": Key("logits_scaling", lambda scaling: 1 / scaling),
+            "residual_scale": Key("residual_multiplier"),
+            "attention_scale": Key("attention_multiplier"),
+        },
+        biases={**ATTENTION_BIAS, "mlp": "mlp_bias"},
+    ),
+    Family(
+        model_type="glm",
+        settings=geometry(
+            **PART,
+            head_dim=128,
+            num_key_value_heads=2,
+            rms_norm_eps=1.5625e-07,
+            attention_bias=True,
+            eos_token_id=[151329, 151336, 151338],
+        ),
+        biases={"qkv": "attention_bias"},
+        rotary_factor=0.5,
+        interleaved=True,
+        names=GATE_UP,
+    ),
+    Family(
+        model_type="ernie4_5",
+        settings=geometry(
+            head_dim=128,
+            num_key_value_heads=2,
+            rms_norm_eps=1e-5,
+            use_bias=False,
+            tie_word_embeddings=True,
+            **ONE_TWO,
+        ),
+        biases={"qkv": "use_bias", "out": "use_bias", "mlp": "use_bias"},
+        theta=500000.0,
+        interleaved=True,
+    ),
+    Family(
+        model_type="hunyuan_v1_dense",
+        settings=geometry(rms_norm_eps=1e-5, attention_bias=False, **ONE_TWO),
+        fields={"qk_norm": "rms-head-late"},
+        biases=ATTENTION_BIAS,
+        names={"attention.q_norm": "self_attn.query_layernorm", "attention.k_norm": "self_attn.key_layernorm"},
+    ),
+    Family(
+        model_type="seed_oss",
+        settings=geometry(
+            num_key_value_heads=8,
+            head_dim=128,
+            attention_bias=True,
+            attention_out_bias=False,
+            mlp_bias=False,
+            bos_token_id=0,
+            eos_token_id=2,
+        ),
+        biases={"qkv": "attention_bias", "out": "attention_out_bias", "mlp": "mlp_bias"},
+    ),
+    Family(
+        model_type="helium",
+        settings=geometry(
+            num_key_value_heads=20,
+            head_dim=128,
+            rms_norm_eps=1e-8,
+            attention_bias=False,
+            mlp_bias=False,
+            **ONE_TWO,
+        ),
+        biases={"qkv": "attention_bias", "mlp": "mlp_bias"},
+        theta=100000.0,
+        interleaved=True,
+    ),
+    Family(
+        model_type="internlm3",
+        # Its own code and transformers' class differ in what an absent size stands for.
+        settings=geometry(**NEEDS_KV, head_dim=REQUIRED, rms_norm_eps=REQUIRED, qkv_bias=False, bias=False, **ONE_TWO),
+        biases={"qkv": "qkv_bias", "out": "bias", "mlp": "bias"},
+    ),
+    Family(
+        model_type="arcee",
+        settings=geometry(
+            rms_norm_eps=1e-5, attention_bias=False, mlp_bias=False, bos_token_id=128000, eos_token_id=128001
+        )
+        | {"hidden_act": "relu2"},
+        fields={"gated_mlp": False},
+        biases={**ATTENTION_BIAS, "mlp": "mlp_bias"},
+    ),
+    Family(
+        model_type="ministral3",
+        settings=geometry(
+            num_key_value_heads=8,
+            head_dim=128,
+            rms_norm_eps=1e-5,
+            sliding_window=None,
+            rope_parameters=REQUIRED,
+            **ONE_TWO,
+        ),
+        windows="all",
+        theta=1000000.0,
+    ),
+)

@@ -1,0 +1,116 @@
+"""What a row of the family table can say, and what many rows have in common.
+
+A row says which settings config.json has and what an absent one stands for (transformers' configuration classes), what
+each means as a field of `DecoderConfig`, and where the tensors' names differ from llama's. `settings.py` reads a config
+by its row, `names.py` the tensors. The rows are in the files families_*.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollkv.models.config import DecoderConfig
+
+REQUIRED = object()  # in Family.settings: the key must be there
+
+
+@dataclass(frozen=True)
+class Key:
+    """A field that is the value of a setting, perhaps through a function."""
+
+    name: str
+    through: Callable[[Any], Any] = lambda value: value
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor whose checkpoint stores it otherwise than llama's: see `names.py` for each layout."""
+
+    name: str
+    layout: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One `model_type`."""
+
+    model_type: str
+    settings: Mapping[str, Any]  # key of config.json -> value when absent
+    keys: Mapping[str, str] = field(default_factory=dict)  # llama's key -> this family's for the same thing
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # may be there with this value only
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of DecoderConfig: a value, or the Key of one
+    activations: Mapping[str, str] = field(default_factory=dict)  # what the config calls otherwise than others do
+    biases: Mapping[str, bool | str] = field(default_factory=dict)  # "qkv", ... -> always, or the setting that asks
+    windows: str = "none"  # which layers have one: see settings._windows
+    pattern: int = 0  # for windows == "pattern": every pattern-th layer has none
+    turns: str = "all"  # layers whose queries and keys rotate: all, windowed, windowed-if-any, listed; none: no rope
+    ropes: tuple[str, ...] = ("full",)  # ("full", "sliding"): layers with a window have a rotation of their own
+    theta: float = 10000.0  # base of the rotation when the config names none
+    rotary_factor: float = 1.0  # how much of a head rotates when the config does not say
+    interleaved: bool = False  # pairs (2i, 2i + 1) rotate
+    names: Mapping[str, str | Source] = field(default_factory=dict)  # part -> tensor, where it is not llama's
+    gguf: Mapping[str, str | Source] | None = None  # the same for GGUF files; None: not read from them
+    norm_plus: float = 0.0  # the checkpoint's norm weights lack this
+    finish: Callable[[DecoderConfig, Mapping[str, Any], str], DecoderConfig] | None = None  # what no row can say
+    prefix: str = ""  # that published checkpoints leave out of every name
+
+
+GEOMETRY = {
+    "vocab_size": REQUIRED,
+    "hidden_size": REQUIRED,
+    "intermediate_size": REQUIRED,
+    "num_hidden_layers": REQUIRED,
+    "num_attention_heads": REQUIRED,
+    "num_key_value_heads": None,  # None: as many as query heads
+    "head_dim": None,  # None: hidden_size / num_attention_heads
+    "max_position_embeddings": REQUIRED,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "rope_theta": None,
+    "rope_scaling": None,
+    "rope_parameters": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+ONE_TWO = {"bos_token_id": 1, "eos_token_id": 2}
+WINDOW_SWITCH = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+LAYER_NORM = {"layer_norm_eps": 1e-5}
+NEEDS_KV = {"num_key_value_heads": REQUIRED}
+PART = {"partial_rotary_factor": None}  # of families that may turn a part of each head only
+
+
+def geometry(*without: str, **more: Any) -> dict[str, Any]:
+    """The usual settings, without some, with others."""
+    return {key: value for key, value in {**GEOMETRY, **more}.items() if key not in without}
+
+
+ATTENTION_BIAS = {"qkv": "attention_bias", "out": "attention_bias"}
+GATE_UP = {"mlp.gate": Source("mlp.gate_up_proj", "gate-up"), "mlp.up": Source("mlp.gate_up_proj", "gate-up")}
+QKV = {f"attention.{x}": Source("self_attn.qkv_proj", "qkv") for x in "qkv"}
+SANDWICH = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+FC = {"mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
+EXPERTS = {
+    "mlp.router": "mlp.gate",
+    "mlp.shared": "mlp.shared_expert",
+    "mlp.shared_gate": "mlp.shared_expert_gate",
+    "mlp.gate.experts": "mlp.experts.{}.gate_proj",
+    "mlp.up.experts": "mlp.experts.{}.up_proj",
+    "mlp.down.experts": "mlp.experts.{}.down_proj",
+}
+GEMMA = {"tie_word_embeddings": True, "eos_token_id": 1, "bos_token_id": 2, "attention_bias": False}
+GEMMA_NAMES = {**SANDWICH}
+GGUF_SANDWICH = {
+    "attention_post_norm": "post_attention_norm",
+    "mlp_norm": "ffn_norm",
+    "mlp_post_norm": "post_ffw_norm",
+}
+SQRT_H = Key("hidden_size", math.sqrt)
+QUERY_SCALE = Key("query_pre_attn_scalar", lambda scalar: scalar**-0.5)
