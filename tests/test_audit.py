@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+from conftest import export
+from family_shapes import make_family
 from onnx import TensorProto, helper, numpy_helper
 
-from rollkv.export.audit import AuditError, audit_graph, mask_operand_bytes
+from rollkv.export.audit import ROUTING_OPS, AuditError, audit_graph, mask_operand_bytes
 from rollkv.runtime.bundle import Bundle, GraphInfo
 
 
@@ -26,9 +29,25 @@ def test_the_graphs_of_a_bundle_have_no_findings(bundle: Callable[..., Bundle]) 
         assert audit_graph(onnx.load(made.path / info.file, load_external_data=False), info) == []
 
 
+def test_routing_is_allowed_in_a_mixture_of_experts_and_nothing_beside_it(tmp_path: Path) -> None:
+    made = export(make_family(tmp_path / "source", "qwen2_moe"), tmp_path / "bundle")
+    for info in made.manifest.graphs:
+        model = onnx.load(made.path / info.file, load_external_data=False)
+        assert {node.op_type for node in model.graph.node} >= ROUTING_OPS
+        assert audit_graph(model, info) == []
+    for op in ("NonZero", "Where", "Loop", "ScatterElements"):
+        model.graph.node[0].op_type = op
+        assert f"op {op} is not allowed" in audit_graph(model, info)
+
+
 def _forbidden_op(model: onnx.ModelProto) -> None:
     model.graph.node.append(helper.make_node("Shape", ["logits"], ["s"], "intruder"))
     model.graph.value_info.append(helper.make_tensor_value_info("s", TensorProto.INT64, [3]))
+
+
+def _cast(model: onnx.ModelProto) -> None:
+    model.graph.node.append(helper.make_node("Cast", ["logits"], ["s"], "intruder", to=TensorProto.FLOAT16))
+    model.graph.value_info.append(helper.make_tensor_value_info("s", TensorProto.FLOAT16, [1, 1, 307]))
 
 
 def _dynamic(model: onnx.ModelProto) -> None:
@@ -88,6 +107,7 @@ def _subgraph(model: onnx.ModelProto) -> None:
     ("spoil", "finding"),
     [
         (_forbidden_op, "op Shape is not allowed"),
+        (_cast, "op Cast is not allowed"),
         (_dynamic, "has no static shape: ['n'"),
         (_rank_five, "value five has rank 5, allowed is 4"),
         (_constant(float("inf")), "constant intruder is not finite"),

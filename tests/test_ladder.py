@@ -72,14 +72,14 @@ def test_a_trace_depends_on_what_the_shared_traces_say_and_the_ladder_holds_on_a
     from rollkv.export import pipeline, signature, trace
 
     for module in (pipeline, verify):
-        monkeypatch.setattr(module, "trace_graph", trace.trace_graph)
+        monkeypatch.setattr(module, "trace_graphs", trace.trace_graphs)
     made = export(checkpoint("mistral-window"), tmp_path / "bundle")
     assert climb(made, checkpoint("mistral-window")).fault is None
     config = open_checkpoint(str(checkpoint("mistral-window"))).config
     lengths = {"chunk_size": 8, "max_kvcache_len": 48}
     usual = signature.resolve(config, max_lm_input_len=40, **lengths)
     other = signature.resolve(config, max_lm_input_len=3, **lengths, opset=13, mask_value=-9.0, simplify=False)
-    assert trace.trace_graph(config, usual, 8) == trace.trace_graph(config, other, 8)
+    assert trace.trace_graphs(config, usual, (8, 1)) == trace.trace_graphs(config, other, (8, 1))
 
 
 @pytest.mark.parametrize("lengths", [(8, 8, 12), (5, 1, 9)])

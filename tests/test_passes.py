@@ -9,10 +9,9 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from test_trace import config, options, random_decoder, random_feeds, run_onnx
+from test_trace import config, options, random_decoder, random_feeds, run_onnx, trace_graph
 
 from rollkv.export import passes
-from rollkv.export.trace import trace_graph
 
 
 def small(nodes: list[onnx.NodeProto], constants: dict[str, Any] | None = None, opset: int = 18) -> onnx.ModelProto:

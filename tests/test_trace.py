@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rollkv.export.signature import ExportOptions, graph_inputs, graph_outputs
-from rollkv.export.trace import TraceError, check_trace, make_decoder, trace_graph
+from rollkv.export.trace import TraceError, check_trace, make_decoder, trace_graphs
 from rollkv.models.config import DecoderConfig, ExpertsConfig, LayerConfig, RopeConfig
 from rollkv.models.decoder import Decoder
 
@@ -95,62 +95,45 @@ EXPERTS = ExpertsConfig(count=3, top_k=2, width=10, normalise=True, shared_width
 MIXED = (*layers(5, rope="sliding"), *layers(None), *layers(None, rope=None), *layers(5, rope="sliding"))
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize(
-    ("cfg", "opts"),
-    [
-        (config(), options()),
-        (config(tied_head=True, qk_norm="rms-head"), options(kv_layout="bksd", ids="int64")),
-        (config(biases=frozenset({"qkv", "out", "mlp", "head"})), options(kv_layout="bksd-kt", head="all")),
-        (config(num_heads=9, layers=layers(None, kv_heads=3)), options()),  # kv heads == heads / kv heads
-        (config(windows=(7, 7)), options(max_kvcache_len=24, max_lm_input_len=4)),  # no full mask at all
-        (config(ropes=(ROPE, SLIDING), layers=MIXED), options()),
-        (config(layers=layers(None, rope=None), ropes=()), options()),  # no positions at all
-        (
-            config(
-                layers=layers(None, rope=None), ropes=(), learned_positions=True, norm="layer-bias", gated_mlp=False
-            ),
-            options(),
-        ),
-        (config(layers=layers(None, experts=True), experts=EXPERTS), options()),
-        (config(order="sandwich", attention_softcap=3.0, logit_softcap=2.0, embedding_scale=2.0), options()),
-        (config(order="parallel-two", activation="gelu-tanh", qk_norm="layer-heads", norm="layer"), options()),
-        (config(order="post", qk_norm="rms-width", activation="relu2", residual_scale=0.5), options()),
-        (config(ropes=(replace(ROPE, query_scale=(0.5, 8)),)), options()),
-        (config(ropes=(replace(ROPE, sections=(1, 1, 1)),), tied_head=True), options(input="embeds")),
-    ],
-    ids=[
-        "mixed",
-        "tied-qknorm-bksd",
-        "bias-bksd-kt-all",
-        "square",
-        "sliding-only",
-        "two-ropes-three-kinds",
-        "no-positions",
-        "learned-positions",
-        "experts",
-        "sandwich-softcaps",
-        "parallel-gelu",
-        "post-relu2",
-        "query-scale",
-        "three-positions-of-rows",
-    ],
-)
-def test_the_traced_graph_gives_what_torch_gives_on_inputs_unlike_the_trace(
-    cfg: DecoderConfig, opts: ExportOptions, rows: int
-) -> None:
+FORMS = {
+    "mixed": (config(), options()),
+    "tied-qknorm-bksd": (config(tied_head=True, qk_norm="rms-head"), options(kv_layout="bksd", ids="int64")),
+    "bias-bksd-kt-all": (
+        config(biases=frozenset({"qkv", "out", "mlp", "head"})),
+        options(kv_layout="bksd-kt", head="all"),
+    ),
+    "square": (config(num_heads=9, layers=layers(None, kv_heads=3)), options()),  # kv heads == heads / kv heads
+    "sliding-only": (config((7, 7)), options(max_kvcache_len=24, max_lm_input_len=4)),  # no full mask at all
+    "two-ropes": (config(ropes=(ROPE, SLIDING), layers=MIXED), options()),
+    "no-positions": (config(layers=layers(None, rope=None), ropes=()), options()),
+    "experts": (config(layers=(*layers(None), *layers(None, experts=True)), experts=EXPERTS), options()),
+    "three-part": (config(ropes=(replace(ROPE, sections=(1, 1, 1)),), tied_head=True), options(input="embeds")),
+}
+
+
+def trace_graph(cfg: DecoderConfig, opts: ExportOptions, rows: int) -> onnx.ModelProto:
+    """One graph alone."""
+    (model,) = trace_graphs(cfg, opts, [rows])
+    return model
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_traced_graph_gives_what_torch_gives_on_inputs_unlike_the_trace(name: str) -> None:
+    cfg, opts = FORMS[name]
     decoder = random_decoder(cfg, opts)
-    model = trace_graph(cfg, opts, rows)
-    for seed in range(2):
+    graphs = dict(zip((4, 1), trace_graphs(cfg, opts, (4, 1)), strict=True))
+    for rows, seed in ((4, 0), (4, 1), (1, 2), (1, 3)):
+        model = graphs[rows]
         feeds = random_feeds(cfg, opts, rows, seed)
         wanted, got = run_torch(decoder, feeds), run_onnx(model, decoder, feeds)
         assert list(got) == [value.name for value in graph_outputs(cfg, opts, rows)]
-        for name, array in wanted.items():
-            np.testing.assert_allclose(got[name], array, rtol=0, atol=1e-5 * np.abs(array).max(), err_msg=name)
+        for output, array in wanted.items():
+            np.testing.assert_allclose(got[output], array, rtol=0, atol=1e-5 * np.abs(array).max(), err_msg=output)
 
 
 def test_stringing_layers_together_equals_tracing_the_whole_decoder() -> None:
-    cfg, opts = config(windows=(None, 5, None, 5)), options()
+    kinds = (*MIXED, *layers(None, experts=True), *layers(5, rope="sliding"))
+    cfg, opts = config(layers=kinds, ropes=(ROPE, SLIDING), experts=EXPERTS), options()
     decoder = random_decoder(cfg, opts)
     feeds = random_feeds(cfg, opts, 4, 0)
 

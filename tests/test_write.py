@@ -241,7 +241,7 @@ def test_a_failed_export_leaves_the_previous_bundle_and_nothing_else(
 
 
 def test_a_rejected_graph_carries_all_findings(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "trace_graph", lambda *_: onnx.ModelProto())
+    monkeypatch.setattr(pipeline, "trace_graphs", lambda *_: [onnx.ModelProto()] * 2)
     monkeypatch.setattr(pipeline, "run_passes", lambda model, _: model)
     with pytest.raises(AuditError) as caught:
         export(source, tmp_path / "bundle", **SETTINGS)
