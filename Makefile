@@ -16,7 +16,7 @@ export MODEL OUT BUNDLE PROMPT REFERENCE L CHUNK C
 given = $(if $(filter command,$(firstword $(origin $1))),$2 "$$$1")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo export run chat info verify test test-real check lint format types bench clean
+.PHONY: help setup demo export run chat info families verify test test-real check lint format types bench clean
 
 help: ## this list
 	@echo 'usage: make TARGET [VARIABLE=value ...]'
@@ -48,6 +48,9 @@ chat: setup ## talk turn by turn [BUNDLE=folder ARGS=...]
 
 info: setup ## say what a bundle holds [BUNDLE=folder]
 	@$(ROLLKV) info "$$BUNDLE" $(ARGS)
+
+families: setup ## list what can be exported
+	@$(ROLLKV) families $(ARGS)
 
 verify: setup ## prove a bundle against transformers [BUNDLE=folder REFERENCE=model ARGS=...]
 	$(ROLLKV) verify "$$BUNDLE" $(if $(REFERENCE),--reference "$$REFERENCE") $(ARGS)
