@@ -185,6 +185,8 @@ def test_the_reference_of_verify_is_the_whole_model(name: str, saved: Any, bundl
     assert list(session.generate(ids, max_new_tokens=5, ignore_eos=True)) == tokens
     causal = np.tril(np.ones((13, 13), bool))
     assert_close(reference.masked(ids, causal, 1)[0], trail.logits[0])
+    known = [*ids[:3], IMAGE, 8, 9, *ids[3:]]  # as text the ids of images are ordinary ids
+    assert_close(prefill(rows_session(bundle(name)), known), np.stack(reference.rows(known)))
     literal = LiteralHost(bundle(name), OrtBackend(bundle(name))).follow(ids, tokens)
     for got, want in zip(literal.logits, trail.logits, strict=True):
         assert_close(got, want)
