@@ -86,6 +86,10 @@ class Reference:
                 warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute that transformers renames
                 adapted = PeftModel.from_pretrained(self._model, str(checkpoint.lora), torch_device="cpu")
             self._model = adapted.merge_and_unload().eval()
+        if checkpoint.model_type in WRAPPERS and checkpoint.config.gemma4 is not None:
+            # Gemma 4 puts the pad token's embedding where one of these stands; here every id is an ordinary token.
+            for kind in ("image", "video", "audio"):
+                setattr(self._model.config, f"{kind}_token_id", -1)
         _fix_rope(self._model, slots)
         self._config = checkpoint.config
         self._windows = checkpoint.config.windows

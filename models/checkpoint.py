@@ -186,7 +186,7 @@ def _open_folder(folder: Path, lora: Lora | None, report: Callable[[str], None])
         text=text,
         files=(config_file, *shards, *(lora.files if lora else ())),
         lora=lora.folder if lora else None,
-        image_attention=wrapper.image_attention if wrapper else "causal",
+        image_attention=model.image_attention,
     )
 
 
@@ -226,7 +226,7 @@ def _weights(
     names: TextNames = TextNames(),  # noqa: B008  (frozen)
 ) -> tuple[Weight, ...]:
     """The decoder's parameters out of the tensors found; every name on either side must have its partner."""
-    left = set(found) - unread_names(config)
+    left = set(found) - set(map(names.stored, unread_names(config)))
     weights = []
     for own in tensor_names(config, column):
         name = replace(own, stored=tuple(map(names.stored, own.stored)))

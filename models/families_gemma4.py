@@ -39,9 +39,8 @@ SETTINGS: Mapping[str, Any] = {
     "num_experts": None,
     "top_k_experts": None,
     "moe_intermediate_size": None,
+    "use_bidirectional_attention": None,
 }
-# Rows of one image, or all, see each other both ways: no mask of this project does that.
-FIXED: Mapping[str, Any] = {"use_bidirectional_attention": None}
 NAMES: Mapping[str, str] = {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
@@ -77,6 +76,13 @@ def finish_gemma4(config: DecoderConfig, got: Mapping[str, Any], where: str) -> 
     config: read as every family's, with the windows in its layers. got: the settings, absent ones filled in.
     Raises CheckpointError: a setting that is not understood, or numbers that do not fit together.
     """
+    # "vision" lets the tokens of one image see each other both ways in layers with a window, and text nothing more:
+    # see `wrappers.Model.image_attention`. "all" would do it to text, and change the windows.
+    if got["use_bidirectional_attention"] not in (None, "vision"):
+        raise CheckpointError(
+            f"{where}: use_bidirectional_attention is {got['use_bidirectional_attention']!r}; allowed for gemma4_text: "
+            "'vision', null"
+        )
     _integer(got, "sliding_window", where, 1)
     count, heads = config.num_layers, config.num_heads
     # transformers lets no model end with a window: its last layer becomes a full one, whatever the config says.

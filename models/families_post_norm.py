@@ -92,7 +92,6 @@ ROWS = (
         model_type="gemma4_text",
         settings=geometry("hidden_act", "rope_theta", "rope_scaling", "partial_rotary_factor", **gemma4.SETTINGS),
         keys={"hidden_act": "hidden_activation"},
-        fixed=gemma4.FIXED,
         fields={
             "order": "sandwich",
             "qk_norm": "rms-head",

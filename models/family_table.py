@@ -50,6 +50,7 @@ REFERENCES = {
     "stablelm": "StableLmForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
     "idefics3": "Idefics3ForConditionalGeneration",
     "internvl": "InternVLForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
@@ -152,4 +153,6 @@ def _wrapper_features(wrapper: Wrapper) -> Iterator[str]:
     yield f"text decoder {wrapper.text_type}" + ("" if wrapper.only else ", or another of the above")
     if wrapper.three_part:
         yield "three-part rotation"
-    yield "images with --input embeds" if wrapper.image_attention == "causal" else "text only"
+    images = "images with --input embeds"
+    by_text = f"{images}, or text only if images are bidirectional"
+    yield {"causal": images, "bidirectional": "text only", None: by_text}[wrapper.image_attention]

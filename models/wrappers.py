@@ -1,7 +1,7 @@
 """Vision-language checkpoints as data: where the text decoder stands in each, and how its config is read.
 
 A row says for an outer `model_type` which text decoders it holds, which settings are about images alone, and which
-names lead to the decoder's tensors. The text decoder is one of `families.py`; vision tower and projector are left
+names lead to the decoder's tensors. The text decoder is one of `families.py`; towers and projectors are left
 aside. Facts are those of transformers 5.24: configuration classes, `_tied_weights_keys`, `conversion_mapping.py`.
 Knows no file format and no torch.
 """
@@ -37,7 +37,8 @@ class Wrapper:
     three_part: bool = False  # rotary positions have three parts
     tied: bool = False  # whether the head is the embedding table when neither level says
     tied_by_text: bool = False  # the text level's true counts, whatever the outer level says
-    image_attention: str = "causal"  # see Manifest.image_attention
+    image_attention: str | None = "causal"  # see Manifest.image_attention; None: the text level says
+    capped: bool = False  # the head caps its logits as the text level says
     settings: frozenset[str]  # of the outer level, that are about images alone
     forms: tuple[Form, ...]
     aside: tuple[str, ...]  # prefixes of tensors that are no part of the text decoder
@@ -52,6 +53,10 @@ _PROJECTOR = frozenset(
      "vision_feature_select_strategy"}
 )  # fmt: skip
 _LLAVA_ASIDE = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_GEMMA4_SETTINGS = frozenset(
+    {"audio_config", "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index",
+     "eoi_token_id", "image_token_id", "video_token_id", "vision_soft_tokens_per_image"}
+)  # fmt: skip
 _QWEN: dict[str, Any] = {
     "only": True,
     "flat": True,
@@ -82,6 +87,17 @@ _ROWS = (
         settings=frozenset({"boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image"}),
         forms=_LLAVA_FORMS,
         aside=_LLAVA_ASIDE,
+    ),
+    Wrapper(
+        model_type="gemma4",
+        text_type="gemma4_text",
+        only=True,
+        tied=True,
+        image_attention=None,  # the large models have bidirectional images, the small ones do not
+        capped=True,
+        settings=_GEMMA4_SETTINGS,
+        forms=(Form("model.language_model.", "lm_head."),),  # published and saved alike
+        aside=("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
     ),
     Wrapper(
         model_type="internvl",
@@ -155,6 +171,14 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 4,
         "max_position_embeddings": 131072,
     },
+    "gemma4_text": {
+        "vocab_size": 262144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131072,
+    },
     "qwen2_vl_text": _QWEN_TEXT,
     "qwen2_5_vl_text": _QWEN_TEXT,
 }
@@ -183,6 +207,7 @@ class Model:
     config: DecoderConfig
     wrapper: Wrapper | None = None  # None: a text model
     tied_unless_stored: bool = False  # no level says whether the head is tied: one that is in the file is the head
+    image_attention: str = "causal"  # see Manifest.image_attention
 
 
 def read_model(raw: Mapping[str, Any], where: str) -> Model:
@@ -197,7 +222,7 @@ def read_model(raw: Mapping[str, Any], where: str) -> Model:
         raise CheckpointError(f"{where}: model_type {model_type!r} is not supported; supported: {supported}")
     wrapper = WRAPPERS.get(model_type)
     if wrapper is None:
-        return Model(read_config(raw, where))
+        return Model(read_config(raw, where), image_attention=_image_attention(None, raw))
     text, inside = _text_settings(wrapper, raw, where)
     said = [raw.get("tie_word_embeddings"), text.get("tie_word_embeddings")]
     for value in said:
@@ -210,12 +235,20 @@ def read_model(raw: Mapping[str, Any], where: str) -> Model:
         _check_outer(wrapper, raw, text, where)
     if wrapper.three_part and config.ropes[0].sections is None:
         raise CheckpointError(f"{inside}: mrope_section is missing; a {model_type} model has three rotary positions")
-    if config.logit_softcap is not None or config.logit_scale != 1 or "head" in config.biases:
+    capped = config.logit_softcap is not None and not wrapper.capped
+    if capped or config.logit_scale != 1 or "head" in config.biases:
         raise CheckpointError(
             f"{inside}: a {config.family} decoder caps, scales or biases its logits, which the head of a {model_type} "
             "model does not do"
         )
-    return Model(config, wrapper, said == [None, None])
+    return Model(config, wrapper, said == [None, None], _image_attention(wrapper, text))
+
+
+def _image_attention(wrapper: Wrapper | None, text: Mapping[str, Any]) -> str:
+    """How the tokens of one image see each other. text: settings that the family's row has let through."""
+    if wrapper is not None and wrapper.image_attention is not None:
+        return wrapper.image_attention
+    return "bidirectional" if text.get("use_bidirectional_attention") == "vision" else "causal"
 
 
 def _text_settings(wrapper: Wrapper, raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], str]:
@@ -263,7 +296,9 @@ def _check_outer(wrapper: Wrapper, raw: Mapping[str, Any], text: Mapping[str, An
     plain = read_config(text, where)
     for key in sorted(raw.keys() - wrapper.settings - _OUTER - _UNREAD):
         try:
-            same = read_config({**text, key: raw[key]}, where) == plain
+            moved = {**text, key: raw[key]}
+            same = read_config(moved, where) == plain
+            same = same and _image_attention(wrapper, moved) == _image_attention(wrapper, text)
         except CheckpointError:
             same = False
         if not same:

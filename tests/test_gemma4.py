@@ -268,8 +268,8 @@ def overrides(**layers: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'; allowed for gemma4_text: None"),
-        ({"use_bidirectional_attention": "vision"}, "use_bidirectional_attention is 'vision'; allowed"),
+        ({"use_bidirectional_attention": "all"}, "is 'all'; allowed for gemma4_text: 'vision', null"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True; allowed for gemma4_text"),
         ({"attn_logit_softcapping": 50.0}, "setting 'attn_logit_softcapping' = '50.0' is not understood"),
         ({"rope_theta": 1e4}, "setting 'rope_theta' = '10000.0' is not understood"),
         ({"sliding_window": None}, "sliding_window is None, must be an integer from 1"),

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import export
-from vision_models import IMAGE, MODELS, features, image_inputs, some_ids
+from vision_models import IMAGE, MODELS, PAD, change_config, features, image_inputs, load, some_ids
 
 from rollkv.export.reference import LiteralHost, Reference
 from rollkv.models.checkpoint import open_checkpoint
-from rollkv.models.wrappers import WRAPPERS
 from rollkv.runtime.align import PromptError, three_part_positions
 from rollkv.runtime.backend import OrtBackend
 from rollkv.runtime.bundle import Bundle
@@ -107,10 +107,11 @@ def test_an_image_among_the_text_gives_the_logits_of_the_whole_model(name: str, 
     if name in QWENS:
         inputs["mm_token_type_ids"] = torch.tensor([[0] * 5 + [1] * tokens + [0] * 6])
         positions = three_part_positions(len(ids), [(5, *grid)])
+    known = [PAD if i == IMAGE else i for i in ids] if name == "gemma4" else None  # for the rows of each layer
     with torch.no_grad():
         want = model(torch.tensor([ids]), **inputs).logits[0].numpy()
         blind = model(torch.tensor([ids])).logits[0].numpy()
-    assert_close(prefill(session, embeds=rows, positions=positions), want)
+    assert_close(prefill(session, known, embeds=rows, positions=positions), want)
     assert np.abs(want - blind)[5:].max() > 0.01 * np.abs(want).max()
 
 
@@ -133,12 +134,49 @@ def test_other_models_show_the_text_decoder_a_causal_image(name: str, saved: Any
         model.model.rope_deltas = None
         assert torch.equal(model(changed, **inputs).logits[0, :-1], full[:-1])
         attentions = model(torch.tensor([ids]), **inputs, output_attentions=True).attentions
-    assert WRAPPERS[name].image_attention == "causal"
+    assert open_checkpoint(str(saved(name).folder)).image_attention == "causal"
     for attention in attentions:
         assert not torch.triu(attention[0].sum(0), 1).any()
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3"])
+def test_gemma_4_takes_the_rows_of_each_layer_from_the_pad_token_where_an_image_is(saved: Any, bundle: Any) -> None:
+    inputs, tokens, _ = image_inputs("gemma4")
+    ids = [*some_ids(5), *[IMAGE] * tokens, *some_ids(6)]
+    session = rows_session(bundle("gemma4", "embeds"))
+    rows = session.lookup(ids)
+    rows[5 : 5 + tokens] = features(saved("gemma4").model, inputs)
+    with torch.no_grad():
+        want = saved("gemma4").model(torch.tensor([ids]), **inputs).logits[0].numpy()
+    for wrong in (IMAGE, 0):
+        got = prefill(session, [wrong if i == IMAGE else i for i in ids], embeds=rows)
+        assert np.abs(got - want)[5:].max() > 0.01 * np.abs(want).max()
+    with pytest.raises(PromptError, match="embeds without ids: this bundle looks up per-layer inputs by id"):
+        session.prefill(embeds=rows)
+
+
+def test_gemma_4_with_bidirectional_images_runs_text_and_refuses_an_image(saved: Any, tmp_path: Path) -> None:
+    def large(raw: dict[str, Any]) -> None:
+        raw["text_config"]["use_bidirectional_attention"] = "vision"
+
+    folder = change_config(saved("gemma4").folder, tmp_path / "large", large)
+    model, made = load(folder), export(folder, tmp_path / "bundle", head="all")
+    session = rows_session(made)
+    for n in (3, 16, 29):
+        ids = some_ids(n)
+        with torch.no_grad():  # what the processor gives for a text, too
+            want = model(torch.tensor([ids]), mm_token_type_ids=torch.zeros(1, n, dtype=torch.long)).logits[0].numpy()
+        assert_close(prefill(session, ids), want)
+    inputs, tokens, _ = image_inputs("gemma4")
+    inputs["mm_token_type_ids"] = torch.tensor([[0] * 2 + [1] * tokens])
+    ids = torch.tensor([[*some_ids(2), *[IMAGE] * tokens]])
+    with torch.no_grad():  # an image would be another matter: its first token sees its last
+        assert not torch.equal(model(ids, **inputs).logits[0, 2], saved("gemma4").model(ids, **inputs).logits[0, 2])
+    assert made.manifest.image_attention == "bidirectional"
+    with pytest.raises(PromptError, match="both ways and the graphs are causal; allowed: text, as ids"):
+        Session(made).prefill(ids[0].tolist(), embeds=np.zeros((6, 36), np.float32))
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3", "gemma4"])
 def test_the_reference_of_verify_is_the_whole_model(name: str, saved: Any, bundle: Any) -> None:
     reference = Reference(open_checkpoint(str(saved(name).folder)), 48)
     ids = some_ids(13)
@@ -147,6 +185,8 @@ def test_the_reference_of_verify_is_the_whole_model(name: str, saved: Any, bundl
     assert list(session.generate(ids, max_new_tokens=5, ignore_eos=True)) == tokens
     causal = np.tril(np.ones((13, 13), bool))
     assert_close(reference.masked(ids, causal, 1)[0], trail.logits[0])
+    known = [*ids[:3], IMAGE, 8, 9, *ids[3:]]  # as text the ids of images are ordinary ids
+    assert_close(prefill(rows_session(bundle(name)), known), np.stack(reference.rows(known)))
     literal = LiteralHost(bundle(name), OrtBackend(bundle(name))).follow(ids, tokens)
     for got, want in zip(literal.logits, trail.logits, strict=True):
         assert_close(got, want)

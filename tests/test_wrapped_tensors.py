@@ -39,6 +39,8 @@ def test_the_other_names_of_a_checkpoint_hold_the_same_weights(name: str, saved:
         ("qwen2_vl", "model.norm.bias"),
         ("smolvlm", "model.text_model.layers.2.input_layernorm.weight"),
         ("gemma3", "lm_head.weight"),  # of the other form
+        ("gemma4", "model.language_model.layers.2.self_attn.v_norm.weight"),  # of a layer with keys of its own
+        ("gemma4", "model.layers.3.self_attn.k_proj.weight"),
     ],
 )
 def test_a_tensor_that_is_neither_the_decoders_nor_left_aside_is_refused(
@@ -49,6 +51,20 @@ def test_a_tensor_that_is_neither_the_decoders_nor_left_aside_is_refused(
     save_file({**tensors, extra: np.ones(3, np.float32)}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"1 tensors are not used by a \w+ decoder, among them {extra}"):
         open_checkpoint(str(folder))
+
+
+def test_unread_keys_of_layers_that_share_are_known_inside_of_a_whole_model(saved: Any, tmp_path: Path) -> None:
+    folder = rename(saved("gemma4").folder, tmp_path / "published", {})  # published Gemma 4 has them
+    extra = {
+        f"model.language_model.layers.{i}.self_attn.{part}.weight": np.ones(3, np.float32)
+        for i in (3, 5)
+        for part in ("k_proj", "v_proj", "k_norm")
+    }
+    tensors = load_file(folder / "model.safetensors")
+    assert not tensors.keys() & extra.keys()
+    save_file({**tensors, **extra}, folder / "model.safetensors")
+    want, got = contents(open_checkpoint(str(saved("gemma4").folder))), contents(open_checkpoint(str(folder)))
+    assert got.keys() == want.keys()
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,28 @@ def test_what_a_text_config_leaves_out_is_what_transformers_takes_for_it(kind: s
             },
             {"eos_token_id": [1, 106], "mm_tokens_per_image": 256, "boi_token_index": 255999},
         ),
+        (  # Gemma 4 E2B
+            "gemma4",
+            {
+                "hidden_size": 1536,
+                "intermediate_size": 6144,
+                "model_type": "gemma4_text",
+                "num_hidden_layers": 35,
+                "num_key_value_heads": 1,
+                "num_kv_shared_layers": 20,
+                "use_double_wide_mlp": True,
+                "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+                "final_logit_softcapping": 30.0,
+                "use_bidirectional_attention": None,
+            },
+            {
+                "eos_token_id": [1, 106],
+                "audio_config": {},
+                "eoa_token_id": 258883,
+                "eoa_token_index": 258883,
+                "vision_soft_tokens_per_image": 280,
+            },
+        ),
     ],
 )
 def test_the_short_text_config_of_a_published_checkpoint_gives_transformers_geometry(
@@ -93,7 +115,8 @@ def test_the_short_text_config_of_a_published_checkpoint_gives_transformers_geom
         theirs.num_attention_heads,
     )
     assert ours.layers[0].kv_heads == theirs.num_key_value_heads
-    assert ours.layers[0].head_dim == theirs.head_dim
+    head_dim = theirs.per_layer_config[0].head_dim if name == "gemma4" else theirs.head_dim
+    assert ours.layers[0].head_dim == head_dim
     assert ours.layers[0].intermediate_size == theirs.intermediate_size
     assert ours.num_layers == theirs.num_hidden_layers
     assert (ours.norm_eps, ours.max_position) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
@@ -143,7 +166,20 @@ def test_what_transformers_4_wrote_about_generation_and_training_is_passed_over(
     assert read_model(config_of("smolvlm", text_config=text), "c") == read_model(config_of("smolvlm"), "c")
 
 
+def test_bidirectional_images_of_a_gemma_4_are_known_inside_of_a_whole_model_and_alone() -> None:
+    large = {**GEMMA4_TEXT, "use_bidirectional_attention": "vision"}
+    alone = {**large, "model_type": "gemma4_text"}
+    for raw in (config_of("gemma4", text_config=large), alone):
+        model = read_model(raw, "c")
+        assert model.image_attention == "bidirectional"
+        assert model.config == read_model(config_of("gemma4"), "c").config  # nothing changes for text
+    assert read_model(config_of("gemma4"), "c").image_attention == "causal"
+    both = config_of("gemma4", text_config=large, use_bidirectional_attention="vision")
+    assert read_model(both, "c").image_attention == "bidirectional"
+
+
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+GEMMA4_TEXT = MODELS["gemma4"]["text_config"]
 
 
 @pytest.mark.parametrize(
@@ -181,6 +217,17 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
             {"text_config": {**GEMMA_TEXT, "use_bidirectional_attention": True}},
             "use_bidirectional_attention is True; allowed for gemma3_text: False",
         ),
+        (
+            "gemma4",
+            {"text_config": {**GEMMA4_TEXT, "use_bidirectional_attention": "all"}},
+            "text_config: use_bidirectional_attention is 'all'; allowed for gemma4_text: 'vision', null",
+        ),
+        (
+            "gemma4",
+            {"use_bidirectional_attention": "vision"},
+            "setting 'use_bidirectional_attention' = 'vision' is not",
+        ),
+        ("gemma4", {"text_config": {**TEXT, "model_type": "gemma3_text"}}, "supported: gemma4_text"),
         (
             "qwen2_vl",
             {"text_config": {**TEXT, "hidden_size": 48, "rope_parameters": ROPE}},

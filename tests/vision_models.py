@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from gemma4_models import BASE, SHARED
 from safetensors.numpy import load_file, save_file
 
 IMAGE = 7  # id of the token that an image's features take the place of
+PAD = 3  # of gemma4: whose per-layer rows an image's tokens have
 TEXT: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 36,
@@ -73,6 +75,32 @@ MODELS: dict[str, dict[str, Any]] = {
         "vision_config": {**TOWER, "model_type": "siglip_vision_model"},
         "mm_tokens_per_image": 4,
         "image_token_index": IMAGE,
+    },
+    "gemma4": {
+        "text_config": {
+            **BASE,
+            **SHARED,
+            "pad_token_id": PAD,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 5.0,
+        },
+        "vision_config": {
+            **TOWER,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 8,
+        },
+        "audio_config": {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "subsampling_conv_channels": [4, 2],
+            "output_proj_dims": 20,
+        },
+        "image_token_id": IMAGE,
+        "video_token_id": 8,
+        "audio_token_id": 9,
     },
     "internvl": {
         "text_config": {**TEXT, "model_type": "qwen2"},
@@ -163,6 +191,9 @@ def image_inputs(name: str) -> tuple[dict[str, Any], int, tuple[int, int, int]]:
     if name.startswith("qwen"):
         inputs = {"pixel_values": torch.randn(24, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 6]])}
         return inputs, 6, (1, 2, 3)
+    if name == "gemma4":  # 2 x 8 patches of 3 x 4 x 4 values, pooled by 2 x 2
+        places = torch.tensor([[(x, y) for y in range(2) for x in range(8)]])
+        return {"pixel_values": torch.rand(1, 16, 48), "image_position_ids": places}, 4, (1, 1, 4)
     shape = (1, 1, 3, 16, 16) if name in ("smolvlm", "idefics3") else (1, 3, 16, 16)
     return {"pixel_values": torch.randn(shape)}, 16 if name == "llava" else 4, (1, 1, 1)
 
