@@ -168,14 +168,15 @@ def export_command(options: argparse.Namespace) -> int:
     with progress, _stopped_cleanly():
         manifest = export_bundle(checkpoint, chosen, output, progress.step)
     size = sum(info.size for info in manifest.files.values())
-    operand = mask_operand_bytes(checkpoint.config.num_heads, chosen.chunk_size, chosen.max_kvcache_len)
+    masks = [value.shape[-1] for graph in manifest.graphs for value in graph.inputs if value.role.endswith("_mask")]
+    operand = mask_operand_bytes(checkpoint.config.num_heads, chosen.chunk_size, max(masks))
     if "tokenizer.json" not in checkpoint.text:
         progress.line(
             "the checkpoint has no tokenizer.json: this bundle takes token ids only (Session in the Python API)"
         )
     if operand > MASK_OPERAND_LIMIT:
         progress.line(
-            f"the mask operand of a prefill run is {operand / 2**20:.2f} MiB (2 bytes x heads x c x C); "
+            f"the mask operand of a prefill run is {operand / 2**20:.2f} MiB (2 bytes x heads x c x {max(masks)} slots); "
             "above 1 MiB a known HTP compiler pairs rows wrongly: check there, or lower -c"
         )
     for rope in checkpoint.config.ropes:

@@ -124,12 +124,12 @@ class Reference:
         return trail, tokens[:-1]
 
     @torch.no_grad()
-    def rows(self, ids: Sequence[int], positions: Sequence[int] | None = None) -> list[Array]:
-        """One full pass, by default at positions 0, 1, ...; the logits (V,) of every row."""
+    def rows(self, ids: Sequence[int], positions: Array | None = None) -> list[Array]:
+        """One full pass, by default at positions 0, 1, ...; the logits (V,) of every row. positions as in the graph."""
         where: dict[str, Any] = {}
         if positions is not None:  # with a mask: transformers takes a gap between positions for the next text
             lowest = torch.full((1, 1, len(ids), len(ids)), torch.finfo(torch.float32).min)
-            where = {"position_ids": torch.tensor([list(positions)]), "attention_mask": self._masks(lowest.triu(1))}
+            where = {"position_ids": torch.from_numpy(positions).long(), "attention_mask": self._masks(lowest.triu(1))}
         return [row.numpy() for row in self._model(torch.tensor([list(ids)]), use_cache=False, **where).logits[0]]
 
     @torch.no_grad()

@@ -178,7 +178,9 @@ def _check_range(origin: str, values: NDArray[np.float32]) -> None:
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
         largest = max(float(part.max()), -float(part.min()))  # NaN when one value is
-        if not largest <= FLOAT16_MAX:
+        if not np.isfinite(largest):
+            raise CheckpointError(f"{origin} holds a value that is not finite; is the file damaged?")
+        if largest > FLOAT16_MAX:
             raise CheckpointError(f"{origin} reaches {largest:.6g}; allowed: up to {FLOAT16_MAX:.0f}, as in float16")
 
 

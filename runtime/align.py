@@ -136,25 +136,24 @@ def plan_runs(n: int, past: int, c: int, kv_len: int) -> list[Run]:
     return first + [Run(c, 0)] * (n // c)
 
 
-def three_part_positions(n: int, images: Sequence[tuple[int, int, int, int]], start: int = 0) -> NDArray[np.int64]:
+def three_part_positions(n: int, images: Sequence[tuple[int, int, int]], start: int = 0) -> NDArray[np.int64]:
     """Rotary positions (3, n) of n tokens of text and images: time, height, width (Qwen2-VL, arXiv 2409.12191, 2.1).
 
-    images: (index of its first token, t, h, w) of each, in order; its t * h * w tokens stand in this order, so a grid
-    is counted in tokens, after the vision tower merged its patches. start: position of the first token.
-    Text counts up on all three. Token (i, j, k) of an image that starts at position s has (s + i, s + j, s + k), and
-    what follows goes on at s + max(t, h, w). Raises PromptError for an image outside of the n tokens or in another.
+    images: (index of its first token, h, w) of each, in order; its h * w tokens stand row by row, so a grid is counted
+    in tokens, after the vision tower merged its patches. start: position of the first token.
+    Text counts up on all three. Token (j, k) of an image that starts at position s has (s, s + j, s + k), and what
+    follows goes on at s + max(h, w). Videos are not covered: models differ in how their time counts.
+    Raises PromptError for an image outside of the n tokens or in another.
     """
     positions = np.empty((3, n), np.int64)
     at, following = 0, start  # tokens done; position of the next
-    for index, t, h, w in images:
-        size = t * h * w
-        if min(t, h, w) < 1 or index < at or index + size > n:
-            raise PromptError(
-                f"image of {t} x {h} x {w} tokens at index {index}: allowed are sizes from 1 on, within {at}:{n}"
-            )
+    for index, h, w in images:
+        size = h * w
+        if min(h, w) < 1 or index < at or index + size > n:
+            raise PromptError(f"image of {h} x {w} tokens at index {index}: allowed are sizes from 1 on, in {at}:{n}")
         positions[:, at:index] = np.arange(following, following + index - at)
         following += index - at
-        positions[:, index : index + size] = following + np.indices((t, h, w)).reshape(3, -1)
-        at, following = index + size, following + max(t, h, w)
+        positions[:, index : index + size] = following + np.indices((1, h, w)).reshape(3, -1)
+        at, following = index + size, following + max(h, w)
     positions[:, at:] = np.arange(following, following + n - at)
     return positions

@@ -181,11 +181,6 @@ FAMILY_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def shapes_of(*families: str) -> list[str]:
-    """Names of the shapes of some families."""
-    return [name for name, (family, _) in FAMILY_SHAPES.items() if family in families]
-
-
 def make_family(folder: Path, name: str, **more: Any) -> Path:
     """Save a random model of transformers' own class; norms, biases and weights large enough that an error shows.
 

@@ -115,7 +115,7 @@ def test_the_positions_of_text_an_image_and_text_written_out():
         [3, 4, 5, 5, 5, 6, 6, 6, 8, 9],
         [3, 4, 5, 6, 7, 5, 6, 7, 8, 9],
     ]
-    assert three_part_positions(10, [(2, 1, 2, 3)], start=3).tolist() == want
+    assert three_part_positions(10, [(2, 2, 3)], start=3).tolist() == want
     assert three_part_positions(3, [], start=7).tolist() == [[7, 8, 9]] * 3
     assert three_part_positions(0, []).shape == (3, 0)
 
@@ -123,10 +123,10 @@ def test_the_positions_of_text_an_image_and_text_written_out():
 @pytest.mark.parametrize(
     ("n", "images"),
     [
-        (20, [(3, 1, 2, 3), (11, 1, 4, 2)]),  # text around two images
-        (14, [(0, 1, 3, 2), (7, 1, 1, 6)]),  # an image at the very start, a low and wide one later
-        (9, [(3, 1, 3, 2)]),  # an image at the very end
-        (30, [(1, 1, 5, 1), (8, 1, 1, 1), (12, 1, 4, 4)]),
+        (20, [(3, 2, 3), (11, 4, 2)]),  # text around two images
+        (14, [(0, 3, 2), (7, 1, 6)]),  # an image at the very start, a low and wide one later
+        (9, [(3, 3, 2)]),  # an image at the very end
+        (30, [(1, 5, 1), (8, 1, 1), (12, 4, 4)]),
     ],
 )
 def test_three_part_positions_equal_those_of_transformers(n, images):
@@ -142,9 +142,9 @@ def test_three_part_positions_equal_those_of_transformers(n, images):
     torch.nn.Module.__init__(model)
     model.config = Config
     kinds = torch.zeros(1, n, dtype=torch.int32)
-    for index, t, h, w in images:
-        kinds[0, index : index + t * h * w] = 1
-    grids = torch.tensor([[t, 2 * h, 2 * w] for _, t, h, w in images])
+    for index, h, w in images:
+        kinds[0, index : index + h * w] = 1
+    grids = torch.tensor([[1, 2 * h, 2 * w] for _, h, w in images])
     want, delta = model.get_rope_index(torch.zeros(1, n, dtype=torch.int64), kinds, image_grid_thw=grids)
     got = three_part_positions(n, images)
     assert got.dtype == np.int64
@@ -152,9 +152,7 @@ def test_three_part_positions_equal_those_of_transformers(n, images):
     assert got.max() + 1 == n + int(delta)  # where decoding goes on
 
 
-@pytest.mark.parametrize("image", [(-1, 1, 2, 2), (7, 1, 2, 2), (1, 1, 0, 2), (4, 1, 2, 2)])
+@pytest.mark.parametrize("image", [(-1, 2, 2), (7, 2, 2), (1, 0, 2), (4, 2, 2)])
 def test_an_image_outside_of_the_tokens_or_in_another_is_refused(image):
-    with pytest.raises(
-        PromptError, match=rf"image of 1 x {image[2]} x 2 tokens at index {image[0]}: allowed are sizes"
-    ):
-        three_part_positions(10, [(2, 1, 1, 3), image])
+    with pytest.raises(PromptError, match=rf"image of {image[1]} x 2 tokens at index {image[0]}: allowed are sizes"):
+        three_part_positions(10, [(2, 1, 3), image])

@@ -197,6 +197,14 @@ def test_export_as_json_is_one_object_on_stdout(run: Run, source: Path, tmp_path
     assert summary["mask_operand_bytes"] == 2 * 6 * 8 * 160
 
 
+def test_the_mask_operand_is_that_of_the_widest_mask_that_a_graph_takes(
+    run: Run, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    code, out, _ = run("export", checkpoint("mistral-window"), "-o", tmp_path / "b", *LENGTHS, "--json")
+    assert code == 0
+    assert json.loads(out)["mask_operand_bytes"] == 2 * 6 * 8 * (9 - 1 + 8)  # every layer has a window of 9
+
+
 def test_export_says_when_there_is_no_tokenizer_and_when_the_mask_is_large(
     run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

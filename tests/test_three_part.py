@@ -10,7 +10,7 @@ from rollkv.runtime.align import LimitError, PromptError, three_part_positions
 from rollkv.runtime.session import Session
 
 # Two tokens of text, an image of 2 x 3 tokens, two of text: its positions end at 6, its tokens at 9.
-POSITIONS = three_part_positions(10, [(2, 1, 2, 3)])
+POSITIONS = three_part_positions(10, [(2, 2, 3)])
 
 
 @pytest.fixture
@@ -65,8 +65,8 @@ def test_masks_count_tokens_whatever_the_positions(tmp_path):
 
 
 def test_decoding_goes_on_after_the_largest_position_even_if_the_image_comes_last(session):
-    session.prefill([3] * 8, positions=three_part_positions(8, [(2, 1, 1, 6)]))
-    session.prefill([3] * 4, positions=three_part_positions(4, [(0, 1, 4, 1)], start=20))
+    session.prefill([3] * 8, positions=three_part_positions(8, [(2, 1, 6)]))
+    session.prefill([3] * 4, positions=three_part_positions(4, [(0, 4, 1)], start=20))
     assert fed(session)[-1] == [[20] * 4, [20, 21, 22, 23], [20] * 4]
     list(session.generate([5], max_new_tokens=3))
     assert fed(session)[-3:] == [[[0, 0, 0, 24]] * 3, [[25]] * 3, [[26]] * 3]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import export
+from proof import prove
 from vision_models import IMAGE, MODELS, PAD, change_config, features, image_inputs, load, some_ids
 
 from rollkv.export.reference import LiteralHost, Reference
@@ -69,13 +70,8 @@ def assert_close(got: np.ndarray, want: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_row_of_a_text_gives_the_logits_of_the_whole_model(name: str, saved: Any, bundle: Any) -> None:
-    session = rows_session(bundle(name))
-    for n in (1, *range(9, 17), 40):
-        ids = some_ids(n)
-        with torch.no_grad():
-            want = saved(name).model(torch.tensor([ids])).logits[0].numpy()
-        assert_close(prefill(session, ids), want)
+def test_every_row_of_a_text_and_every_rung_equals_the_whole_model(name: str, saved: Any, tmp_path: Path) -> None:
+    prove(saved(name).folder, tmp_path / "bundle")
 
 
 @pytest.mark.parametrize("name", QWENS)

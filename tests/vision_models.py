@@ -185,17 +185,17 @@ def change_config(source: Path, folder: Path, change: Any) -> Path:
     return folder
 
 
-def image_inputs(name: str) -> tuple[dict[str, Any], int, tuple[int, int, int]]:
-    """What transformers' model takes for one image beside the ids, how many tokens it is, and their (t, h, w)."""
+def image_inputs(name: str) -> tuple[dict[str, Any], int, tuple[int, int]]:
+    """What transformers' model takes for one image beside the ids, how many tokens it is, and their (h, w)."""
     torch.manual_seed(11)
     if name.startswith("qwen"):
         inputs = {"pixel_values": torch.randn(24, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 6]])}
-        return inputs, 6, (1, 2, 3)
+        return inputs, 6, (2, 3)
     if name == "gemma4":  # 2 x 8 patches of 3 x 4 x 4 values, pooled by 2 x 2
         places = torch.tensor([[(x, y) for y in range(2) for x in range(8)]])
-        return {"pixel_values": torch.rand(1, 16, 48), "image_position_ids": places}, 4, (1, 1, 4)
+        return {"pixel_values": torch.rand(1, 16, 48), "image_position_ids": places}, 4, (1, 4)
     shape = (1, 1, 3, 16, 16) if name in ("smolvlm", "idefics3") else (1, 3, 16, 16)
-    return {"pixel_values": torch.randn(shape)}, 16 if name == "llava" else 4, (1, 1, 1)
+    return {"pixel_values": torch.randn(shape)}, 16 if name == "llava" else 4, (1, 1)
 
 
 def features(model: Any, inputs: dict[str, Any]) -> np.ndarray:
