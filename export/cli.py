@@ -176,8 +176,8 @@ def export_command(options: argparse.Namespace) -> int:
         )
     if operand > MASK_OPERAND_LIMIT:
         progress.line(
-            f"the mask operand of a prefill run is {operand / 2**20:.2f} MiB (2 bytes x heads x c x {max(masks)} slots); "
-            "above 1 MiB a known HTP compiler pairs rows wrongly: check there, or lower -c"
+            f"the mask operand of a prefill run is {operand / 2**20:.2f} MiB (2 bytes x heads x c x {max(masks)} "
+            "slots); above 1 MiB a known HTP compiler pairs rows wrongly: check there, or lower -c"
         )
     for rope in checkpoint.config.ropes:
         if rope.type in ("dynamic", "longrope"):

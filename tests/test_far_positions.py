@@ -149,7 +149,9 @@ def first_run(bundle: Bundle, ids: list[int]) -> tuple[Any, Any]:
             parts = [POSITIONS, POSITIONS[::-1], POSITIONS[3:] + POSITIONS[:3]]
             feeds[value.name] = np.array(parts[: value.shape[0]], value.dtype).reshape(value.shape)
         elif value.role.endswith("attention_mask"):
-            feeds[value.name] = run_mask(0, 0, 8, value.shape[-1], m.mask_value)
+            window = next((layer.window for layer in m.layers if layer.window), None)
+            window = window if value.role.startswith("sliding") else None
+            feeds[value.name] = run_mask(0, 0, 8, value.shape[-1], m.mask_value, window=window)
         else:
             feeds[value.name] = np.zeros(value.shape, value.dtype)
     logits = np.array(OrtBackend(bundle).run(graph, feeds)["logits"][0])
