@@ -47,7 +47,7 @@ def options_of(m: Manifest) -> ExportOptions:
 def manifest_fault(bundle: Bundle, checkpoint: Checkpoint) -> str | None:
     """The first field of the manifest that an export of this checkpoint with these options would not have written."""
     says = dataclasses.asdict(bundle.manifest)
-    wanted = dataclasses.asdict(describe(checkpoint, options_of(bundle.manifest)))
+    wanted = dataclasses.asdict(describe(checkpoint, options_of(bundle.manifest), bundle.manifest.source.sha256))
     for name in NOT_COMPARED:
         del says[name], wanted[name]
     difference = next(_differences(says, wanted, ""), None)

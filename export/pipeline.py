@@ -82,8 +82,8 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
     return manifest
 
 
-def describe(checkpoint: Checkpoint, options: ExportOptions) -> Manifest:
-    """The manifest of an export, but for `files`."""
+def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None = None) -> Manifest:
+    """The manifest of an export, but for `files`. sha256: of the checkpoint; None: its files are hashed."""
     config = checkpoint.config
     graphs = [
         GraphInfo(
@@ -104,7 +104,10 @@ def describe(checkpoint: Checkpoint, options: ExportOptions) -> Manifest:
         format=FORMAT,
         rollkv=importlib.metadata.version("rollkv"),
         source=SourceInfo(
-            id=checkpoint.id, family=checkpoint.model_type, sha256=checkpoint.sha256(), kind=checkpoint.kind
+            id=checkpoint.id,
+            family=checkpoint.model_type,
+            sha256=checkpoint.sha256() if sha256 is None else sha256,
+            kind=checkpoint.kind,
         ),
         max_lm_input_len=options.max_lm_input_len,
         chunk_size=options.chunk_size,

@@ -121,6 +121,10 @@ def verify_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: Callable[[st
     if report.fault:
         return report  # what runs would not be what the manifest says
     progress("transformers, the reference")
+    if checkpoint.path.is_file():
+        progress(
+            "settings of a GGUF file are read by rollkv for both sides (docs/export.md), its weights by transformers"
+        )
     reference = Reference(checkpoint, m.max_kvcache_len)
     prompts = proof_prompts(bundle)
     expected = [reference.greedy(ids, min(STEPS, m.max_kvcache_len - len(ids))) for ids in prompts]
