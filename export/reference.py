@@ -1,9 +1,9 @@
 """What a bundle is compared with: transformers' own model, and the host half of the contract written down literally.
 
 `Reference` shares nothing with this project but what transformers does not know: the settings of a GGUF file, which it
-reads in part, and the order in which keys of interleaved rotations are cached here. `LiteralHost` shares with the session that it is compared with the plain
-functions alone: padding, the full causal mask and its cutting, the roll by concatenation. The two backends run this
-project's decoder and its graph before the passes.
+reads in part, and the order in which keys of interleaved rotations are cached here. `LiteralHost` shares with the
+session that it is compared with the plain functions alone: padding, the full causal mask and its cutting, the roll by
+concatenation. The two backends run this project's decoder and its graph before the passes.
 """
 
 from __future__ import annotations
