@@ -104,7 +104,7 @@ def finish_gemma4(config: DecoderConfig, got: Mapping[str, Any], where: str) -> 
             intermediate_size=got["intermediate_size"] * (1 if owner is None else wide),
             window=window,
             rope=kind,
-            experts=experts is not None,
+            sparse=experts is not None,
             kv_from=owner,
         )
         for window, kind, owner in zip(windows, map(_kind, windows), owners, strict=True)
@@ -208,6 +208,11 @@ def _ropes(
             where=where,
             name=name,
         )
+        if rope.query_scale is not None:
+            raise CheckpointError(
+                f"{where}: rope_parameters.{kind}: llama_4_scaling_beta is {own['llama_4_scaling_beta']!r}; "
+                "gemma4_text scales no queries by position, allowed: null"
+            )
         ropes.append(rope)
     return tuple(ropes)
 

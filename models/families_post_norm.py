@@ -90,7 +90,7 @@ ROWS = (
     ),
     Family(
         model_type="gemma4_text",
-        settings=geometry("hidden_act", "rope_theta", "rope_scaling", "partial_rotary_factor", **gemma4.SETTINGS),
+        settings=geometry("hidden_act", "rope_theta", "rope_scaling", **gemma4.SETTINGS),
         keys={"hidden_act": "hidden_activation"},
         fields={
             "order": "sandwich",

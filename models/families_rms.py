@@ -50,14 +50,11 @@ ROWS = (
     Family(
         model_type="gemma",
         settings=geometry(
-            "hidden_act",
             num_key_value_heads=16,
             head_dim=256,
-            hidden_activation=None,
+            hidden_act="gelu_pytorch_tanh",
             **GEMMA,
-            use_bidirectional_attention=None,
-        )
-        | {"hidden_act": "gelu_pytorch_tanh"},
+        ),
         fixed={"use_bidirectional_attention": False, "hidden_activation": "gelu_pytorch_tanh"},
         fields={"embedding_scale": SQRT_H},
         activations={"gelu": "gelu-tanh"},  # what the first release wrote
@@ -196,9 +193,13 @@ ROWS = (
     Family(
         model_type="arcee",
         settings=geometry(
-            rms_norm_eps=1e-5, attention_bias=False, mlp_bias=False, bos_token_id=128000, eos_token_id=128001
-        )
-        | {"hidden_act": "relu2"},
+            rms_norm_eps=1e-5,
+            hidden_act="relu2",
+            attention_bias=False,
+            mlp_bias=False,
+            bos_token_id=128000,
+            eos_token_id=128001,
+        ),
         fields={"gated_mlp": False},
         biases={**ATTENTION_BIAS, "mlp": "mlp_bias"},
     ),

@@ -9,12 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from rollkv.models.config import DecoderConfig
+from rollkv.models.config import (
+    ACTIVATIONS,
+    BIASES,
+    NORMS,
+    ORDERS,
+    QK_NORMS,
+    ROPE_NAMES,
+    DecoderConfig,
+)
 
 REQUIRED = object()  # in Family.settings: the key must be there
+LAYOUTS = ("conv", "qkv", "conv-qkv", "qkv-by-head", "gate-up", "per-head")  # see names.py
+TURNS = ("all", "none", "windowed", "windowed-if-any", "listed")
+WINDOWS = ("none", "all", "pattern", "listed", "switch", "switch-all", "switch-odd")
+_WORDS = {"order": ORDERS, "norm": NORMS, "qk_norm": QK_NORMS}  # what a field may be
 
 
 @dataclass(frozen=True)
@@ -30,7 +42,10 @@ class Source:
     """A tensor whose checkpoint stores it otherwise than llama's: see `names.py` for each layout."""
 
     name: str
-    layout: str
+    layout: str  # one of LAYOUTS
+
+    def __post_init__(self) -> None:
+        assert self.layout in LAYOUTS, self.layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +61,7 @@ class Family:
     biases: Mapping[str, bool | str] = field(default_factory=dict)  # "qkv", ... -> always, or the setting that asks
     windows: str = "none"  # which layers have one: see settings._windows
     pattern: int = 0  # for windows == "pattern": every pattern-th layer has none
-    turns: str = "all"  # layers whose queries and keys rotate: all, windowed, windowed-if-any, listed; none: no rope
+    turns: str = "all"  # one of TURNS: layers whose queries and keys rotate; "none": there is no rotation at all
     ropes: tuple[str, ...] = ("full",)  # ("full", "sliding"): layers with a window have a rotation of their own
     theta: float = 10000.0  # base of the rotation when the config names none
     rotary_factor: float = 1.0  # how much of a head rotates when the config does not say
@@ -56,6 +71,22 @@ class Family:
     norm_plus: float = 0.0  # the checkpoint's norm weights lack this
     finish: Callable[[DecoderConfig, Mapping[str, Any], str], DecoderConfig] | None = None  # what no row can say
     prefix: str = ""  # that published checkpoints leave out of every name
+
+    def __post_init__(self) -> None:
+        """A row with a typo is not another model."""
+        own, settings = self.model_type, self.settings.keys()
+        assert not settings & self.fixed.keys(), (own, settings & self.fixed.keys())
+        assert set(self.keys.values()) <= settings, (own, self.keys)
+        assert self.fields.keys() <= {each.name for each in fields(DecoderConfig)}, (own, self.fields.keys())
+        for name, value in self.fields.items():
+            assert not isinstance(value, Key) or value.name in settings, (own, value.name)
+            assert isinstance(value, Key) or value in _WORDS.get(name, (value,)), (own, name, value)
+        assert set(self.activations.values()) <= set(ACTIVATIONS), (own, self.activations)
+        assert self.biases.keys() <= set(BIASES), (own, self.biases)
+        assert all(on is True or on in settings for on in self.biases.values()), (own, self.biases)
+        assert self.windows in WINDOWS, (own, self.windows)
+        assert self.turns in TURNS, (own, self.turns)
+        assert set(self.ropes) <= set(ROPE_NAMES), (own, self.ropes)
 
 
 GEOMETRY = {
@@ -84,8 +115,9 @@ PART = {"partial_rotary_factor": None}  # of families that may turn a part of ea
 
 
 def geometry(*without: str, **more: Any) -> dict[str, Any]:
-    """The usual settings, without some, with others."""
-    return {key: value for key, value in {**GEOMETRY, **more}.items() if key not in without}
+    """The usual settings, without some of them, with others or other defaults."""
+    assert set(without) <= GEOMETRY.keys() - more.keys(), without
+    return {key: value for key, value in GEOMETRY.items() if key not in without} | more
 
 
 ATTENTION_BIAS = {"qkv": "attention_bias", "out": "attention_bias"}

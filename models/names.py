@@ -179,7 +179,7 @@ class _Namer:
             yield from self.norm("attention_post_norm", *norm)
         if pre and config.order != "parallel":
             yield from self.norm("mlp_norm", *norm)
-        if layer.experts and config.gemma4 is None:
+        if layer.sparse and config.gemma4 is None:
             assert config.experts is not None
             yield from self.experts(config.experts)
         else:
@@ -204,7 +204,7 @@ class _Namer:
             yield from self.linear("own_gate", hidden, {"": gemma4.per_layer_width}, "", False)
             yield from self.linear("own_out", gemma4.per_layer_width, {"": hidden}, "", False)
             yield from self.norm("own_norm", (hidden,), False)
-        if not layer.experts:
+        if not layer.sparse:
             return
         assert experts is not None
         for part in ("mlp_own_norm", "experts_norm", "experts_post_norm"):

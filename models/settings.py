@@ -93,7 +93,7 @@ def read_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
             intermediate_size=sizes["intermediate_size"] or 4 * sizes["hidden_size"],
             window=window,
             rope=None if not turn else "sliding" if window is not None and len(ropes) > 1 else "full",
-            experts=chosen,
+            sparse=chosen,
         )
         for window, turn, chosen in zip(windows, turns, sparse, strict=True)
     )
