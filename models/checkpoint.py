@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rollkv.models.config import CheckpointError, DecoderConfig
 from rollkv.models.hf_files import open_safetensors, read_json
 from rollkv.models.lora import Lora, open_lora
-from rollkv.models.names import head_name, tensor_names, unread_names
+from rollkv.models.names import PER_LAYER_TABLE, head_name, tensor_names, unread_names
 from rollkv.models.presets import PRESETS, cache_folder, fetch_preset, hash_file
 from rollkv.models.settings import read_config, token_ids
 from rollkv.models.tensors import StoredTensor
@@ -45,7 +45,7 @@ class Weight:
     name: str  # in decoder.Decoder
     stored: StoredTensor
     transposed: bool
-    origin: str = ""  # file or folder, and the name there, for messages
+    origin: str = ""  # file or folder, and the names there, for messages
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ def load_decoder(decoder: Decoder, checkpoint: Checkpoint, slots: int) -> None:
     parameters = dict(decoder.named_parameters())  # a shared one appears once, under its first name
     with torch.no_grad():
         for weight in checkpoint.weights:
-            if weight.name == "per_layer_embedding.weight":
+            if weight.name == PER_LAYER_TABLE:
                 continue  # the host looks its rows up
             weight.copy_to(parameters.pop(weight.name).numpy())
         for name, table in position_tables(checkpoint.config, slots).items():
@@ -232,7 +232,7 @@ def _weights(
         name = replace(own, stored=tuple(map(names.stored, own.stored)))
         stored = name.assemble(found, where)
         left.difference_update(name.stored)
-        weights.append(Weight(name.decoder, stored, name.transposed, f"{where}: tensor {name.stored[0]}"))
+        weights.append(Weight(name.decoder, stored, name.transposed, f"{where}: {_those(name.stored)}"))
     if config.tied_head:
         head = names.stored(head_name(config, column))
         if head in left and not _equal(found[head], weights[0].stored):
@@ -246,6 +246,11 @@ def _weights(
             f"{where}: {len(extra)} tensors are not used by a {config.family} decoder, among them {extra[0]}"
         )
     return tuple(weights)
+
+
+def _those(stored: tuple[str, ...]) -> str:
+    """The tensors that a parameter is made of, for messages."""
+    return f"tensor {stored[0]}" if len(stored) == 1 else f"one of {len(stored)} tensors, {stored[0]} .. {stored[-1]}"
 
 
 def _equal(a: StoredTensor, b: StoredTensor) -> bool:

@@ -131,7 +131,9 @@ SANDWICH = {
 FC = {"mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
 EXPERTS = {
     "mlp.router": "mlp.gate",
-    "mlp.shared": "mlp.shared_expert",
+    "mlp.shared.gate": "mlp.shared_expert.gate_proj",
+    "mlp.shared.up": "mlp.shared_expert.up_proj",
+    "mlp.shared.down": "mlp.shared_expert.down_proj",
     "mlp.shared_gate": "mlp.shared_expert_gate",
     "mlp.gate.experts": "mlp.experts.{}.gate_proj",
     "mlp.up.experts": "mlp.experts.{}.up_proj",
