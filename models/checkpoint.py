@@ -23,6 +23,7 @@ from rollkv.models.lora import Lora, open_lora
 from rollkv.models.names import PER_LAYER_TABLE, head_name, tensor_names, unread_names
 from rollkv.models.presets import PRESETS, cache_folder, fetch_preset, hash_file
 from rollkv.models.settings import read_config, token_ids
+from rollkv.models.tensor_views import Joined
 from rollkv.models.tensors import StoredTensor
 from rollkv.models.wrappers import TextNames, read_model, text_names
 
@@ -53,13 +54,26 @@ class Weight:
         return self.stored.shape[::-1] if self.transposed else self.stored.shape
 
     def blocks(self) -> Iterator[tuple[tuple[slice, ...], NDArray[np.float32]]]:
-        """The values, a block at a time, each with the place in an array of `shape` where it belongs."""
-        count = self.stored.shape[0]
-        step = max(1, BLOCK_BYTES // (4 * max(1, int(np.prod(self.stored.shape[1:], dtype=np.int64)))))
-        for start in range(0, count, step):
-            block = self.stored.read(start, min(start + step, count))
-            rows = slice(start, start + len(block))
-            yield ((slice(None), rows), block.T) if self.transposed else ((rows,), block)
+        """The values, a block at a time, each with the place in an array of `shape` where it belongs.
+
+        Parts that lie side by side and are transposed come one after the other: a block across all of them would be a
+        few columns wide, and touch every page of a mapped target each time.
+        """
+        parts: tuple[StoredTensor, ...] = (self.stored,)
+        if self.transposed and isinstance(self.stored, Joined) and self.stored.axis == 1:
+            parts = self.stored.parts
+        before = 0  # rows of the target
+        for part in parts:
+            count, inner = part.shape[0], part.shape[1:]
+            step = max(1, BLOCK_BYTES // (4 * max(1, int(np.prod(inner, dtype=np.int64)))))
+            for start in range(0, count, step):
+                block = part.read(start, min(start + step, count))
+                rows = slice(start, start + len(block))
+                if self.transposed:
+                    yield (slice(before, before + inner[0]), rows), block.T
+                else:
+                    yield (rows,), block
+            before += inner[0] if self.transposed else 0
 
     def copy_to(self, target: NDArray[np.float32]) -> None:
         """Fill target, of this shape, block by block."""

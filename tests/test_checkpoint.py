@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import SMALL, make_checkpoint
-from family_shapes import make_family
 from toy_tokenizers import CONFIG, byte_level, metaspace, write
 
 from rollkv.models.checkpoint import Checkpoint, open_checkpoint
@@ -406,13 +405,3 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_at_export(folder: Path) -> N
     (folder / "tokenizer.json").write_text('{"added_tokens": []}')
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer that can be read"):
         open_checkpoint(str(folder))
-
-
-def test_a_parameter_of_several_tensors_says_so_and_one_of_a_single_tensor_names_it(tmp_path: Path) -> None:
-    folder = make_family(tmp_path / "m", "mixtral")
-    origins = {weight.name: weight.origin for weight in open_checkpoint(str(folder)).weights}
-    assert origins["head.norm.weight"] == f"{folder}: tensor model.norm.weight"
-    experts = "model.layers.1.block_sparse_moe.experts"
-    assert origins["layers.1.mlp.up.weight"] == (
-        f"{folder}: one of 5 tensors, {experts}.0.w3.weight .. {experts}.4.w3.weight"
-    )
