@@ -22,7 +22,8 @@ from rollkv.models.hf_files import open_safetensors, read_json
 from rollkv.models.lora import Lora, open_lora
 from rollkv.models.names import PER_LAYER_TABLE, head_name, tensor_names, unread_names
 from rollkv.models.presets import PRESETS, cache_folder, fetch_preset, hash_file
-from rollkv.models.settings import read_config, token_ids
+from rollkv.models.setting_values import token_ids
+from rollkv.models.settings import read_config
 from rollkv.models.tensor_views import Joined
 from rollkv.models.tensors import StoredTensor
 from rollkv.models.wrappers import TextNames, read_model, text_names

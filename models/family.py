@@ -25,7 +25,7 @@ from rollkv.models.config import (
 REQUIRED = object()  # in Family.settings: the key must be there
 LAYOUTS = ("conv", "qkv", "conv-qkv", "qkv-by-head", "gate-up", "per-head")  # see names.py
 TURNS = ("all", "none", "windowed", "windowed-if-any", "listed")
-WINDOWS = ("none", "all", "pattern", "listed", "switch", "switch-all", "switch-odd")
+WINDOWS = ("none", "all", "pattern", "still", "upper", "odd")
 _WORDS = {"order": ORDERS, "norm": NORMS, "qk_norm": QK_NORMS}  # what a field may be
 
 
@@ -49,6 +49,16 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertKeys:
+    """Which settings say what a mixture of experts is."""
+
+    count: tuple[str, ...]  # the first that is not null counts
+    top_k: str = "num_experts_per_tok"
+    width: str = "moe_intermediate_size"
+    normalise: str | None = "norm_topk_prob"  # None: always
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """One `model_type`."""
 
@@ -59,7 +69,8 @@ class Family:
     fields: Mapping[str, Any] = field(default_factory=dict)  # of DecoderConfig: a value, or the Key of one
     activations: Mapping[str, str] = field(default_factory=dict)  # what the config calls otherwise than others do
     biases: Mapping[str, bool | str] = field(default_factory=dict)  # "qkv", ... -> always, or the setting that asks
-    windows: str = "none"  # which layers have one: see settings._windows
+    experts: ExpertKeys | None = None  # the settings of a mixture of experts
+    windows: str = "none"  # one of WINDOWS: which layers have one, see layer_settings.WINDOW_RULES
     pattern: int = 0  # for windows == "pattern": every pattern-th layer has none
     turns: str = "all"  # one of TURNS: layers whose queries and keys rotate; "none": there is no rotation at all
     ropes: tuple[str, ...] = ("full",)  # ("full", "sliding"): layers with a window have a rotation of their own
@@ -84,6 +95,9 @@ class Family:
         assert set(self.activations.values()) <= set(ACTIVATIONS), (own, self.activations)
         assert self.biases.keys() <= set(BIASES), (own, self.biases)
         assert all(on is True or on in settings for on in self.biases.values()), (own, self.biases)
+        if self.experts is not None:
+            read = {*self.experts.count, self.experts.top_k, self.experts.width, self.experts.normalise} - {None}
+            assert read <= settings, (own, self.experts)
         assert self.windows in WINDOWS, (own, self.windows)
         assert self.turns in TURNS, (own, self.turns)
         assert set(self.ropes) <= set(ROPE_NAMES), (own, self.ropes)
@@ -112,6 +126,10 @@ WINDOW_SWITCH = {"use_sliding_window": False, "sliding_window": 4096, "max_windo
 LAYER_NORM = {"layer_norm_eps": 1e-5}
 NEEDS_KV = {"num_key_value_heads": REQUIRED}
 PART = {"partial_rotary_factor": None}  # of families that may turn a part of each head only
+POST = {  # names of a layer whose norms stand after attention and MLP only
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
 
 
 def geometry(*without: str, **more: Any) -> dict[str, Any]:
@@ -139,12 +157,24 @@ EXPERTS = {
     "mlp.up.experts": "mlp.experts.{}.up_proj",
     "mlp.down.experts": "mlp.experts.{}.down_proj",
 }
-GEMMA = {"tie_word_embeddings": True, "eos_token_id": 1, "bos_token_id": 2, "attention_bias": False}
-GEMMA_NAMES = {**SANDWICH}
+GEMMA = {"tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1, "attention_bias": False}
 GGUF_SANDWICH = {
     "attention_post_norm": "post_attention_norm",
     "mlp_norm": "ffn_norm",
     "mlp_post_norm": "post_ffw_norm",
+}
+GLM: dict[str, Any] = {
+    "settings": geometry(
+        **PART,
+        head_dim=128,
+        num_key_value_heads=2,
+        rms_norm_eps=1.5625e-07,
+        attention_bias=True,
+        eos_token_id=[151329, 151336, 151338],
+    ),
+    "biases": {"qkv": "attention_bias"},
+    "rotary_factor": 0.5,
+    "interleaved": True,
 }
 SQRT_H = Key("hidden_size", math.sqrt)
 QUERY_SCALE = Key("query_pre_attn_scalar", lambda scalar: scalar**-0.5)

@@ -137,7 +137,7 @@ def _features(family: Family) -> Iterator[str]:
     act = family.settings.get(family.keys.get("hidden_act", "hidden_act"))
     if act != "silu":
         yield {"relu2": "squared ReLU"}.get(str(act), "GELU")
-    if "experts" in fields:
+    if family.experts is not None:
         yield "mixture of experts"
     if family.finish is not None:
         yield "embeddings for each layer, shared keys and values, two head sizes"

@@ -15,7 +15,8 @@ from typing import Any
 from rollkv.models.config import CheckpointError, DecoderConfig
 from rollkv.models.families import FAMILIES
 from rollkv.models.names import head_name, tensor_names
-from rollkv.models.settings import read_config, token_ids
+from rollkv.models.setting_values import token_ids
+from rollkv.models.settings import read_config
 
 
 @dataclass(frozen=True)

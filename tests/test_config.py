@@ -8,7 +8,8 @@ import pytest
 from test_trace import ROPE, config, layers
 
 from rollkv.models.config import LayerConfig, RopeConfig
-from rollkv.models.family import GEOMETRY, Family, Key, Source, geometry
+from rollkv.models.family import GEOMETRY, TURNS, WINDOWS, ExpertKeys, Family, Key, Source, geometry
+from rollkv.models.layer_settings import TURN_RULES, WINDOW_RULES
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,8 @@ def test_a_layer_and_its_rotation_have_known_names_and_sizes_that_can_be() -> No
         {"biases": {"kqv": True}},
         {"biases": {"qkv": "qkv_bais"}},
         {"biases": {"qkv": False}},
-        {"windows": "swich"},
+        {"windows": "patern"},
+        {"experts": ExpertKeys(count=("num_expert",))},
         {"turns": "widowed"},
         {"ropes": ("full", "local")},
         {"activations": {"gelu": "gelu_tanh"}},
@@ -68,3 +70,8 @@ def test_a_layout_is_a_known_one_and_what_a_row_leaves_out_was_there() -> None:
         Source("self_attn.qkv_proj", "qvk")
     with pytest.raises(AssertionError, match="head_dims"):
         geometry("head_dims")
+
+
+def test_every_rule_that_a_row_may_name_is_one_that_is_read() -> None:
+    assert tuple(WINDOW_RULES) == WINDOWS
+    assert tuple(TURN_RULES) == TURNS
