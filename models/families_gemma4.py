@@ -247,5 +247,13 @@ ROWS = (
             "experts.down": "experts.down_proj",
         },
         finish=_finish,
+        notes=(
+            "two rotations",
+            "two head sizes",
+            "shared keys and values",
+            "values from keys on request",
+            "embeddings for each layer",
+            "mixture of experts on request",
+        ),
     ),
 )

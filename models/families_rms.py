@@ -206,5 +206,6 @@ ROWS = (
         ),
         windows="all",
         theta=1000000.0,
+        notes=("query scale by position",),
     ),
 )

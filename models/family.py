@@ -82,6 +82,7 @@ class Family:
     norm_plus: float = 0.0  # the checkpoint's norm weights lack this
     finish: Callable[[DecoderConfig, Mapping[str, Any], str], DecoderConfig] | None = None  # what no row can say
     prefix: str = ""  # that published checkpoints leave out of every name
+    notes: tuple[str, ...] = ()  # features that no other field tells, for `rollkv families`
 
     def __post_init__(self) -> None:
         """A row with a typo is not another model."""
