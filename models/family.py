@@ -100,6 +100,8 @@ class Family:
             read = {*self.experts.count, self.experts.top_k, self.experts.width, self.experts.normalise} - {None}
             assert read <= settings, (own, self.experts)
         assert self.windows in WINDOWS, (own, self.windows)
+        assert self.windows == "none" or "sliding_window" in settings, (own, self.windows)
+        assert (self.windows == "pattern") == (self.pattern > 0), (own, self.windows, self.pattern)
         assert self.turns in TURNS, (own, self.turns)
         assert set(self.ropes) <= set(ROPE_NAMES), (own, self.ropes)
 

@@ -51,6 +51,8 @@ def test_a_layer_and_its_rotation_have_known_names_and_sizes_that_can_be() -> No
         {"biases": {"qkv": "qkv_bais"}},
         {"biases": {"qkv": False}},
         {"windows": "patern"},
+        {"windows": "all"},  # and no sliding_window among the settings
+        {"pattern": 3},
         {"experts": ExpertKeys(count=("num_expert",))},
         {"turns": "widowed"},
         {"ropes": ("full", "local")},
