@@ -119,7 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
 def families_command(options: argparse.Namespace) -> int:
     """`rollkv families`."""
     from rollkv.models.config import ROPE_TYPES
-    from rollkv.models.family_table import entries
+    from rollkv.models.family_listing import entries
 
     table = entries()
     if options.json:

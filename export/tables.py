@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from rollkv.export.signature import ExportOptions
 from rollkv.models.checkpoint import BLOCK_BYTES, Checkpoint, Weight
 from rollkv.models.config import CheckpointError
+from rollkv.models.names import PER_LAYER_TABLE
 from rollkv.models.tensors import storage_type
 from rollkv.runtime.bundle import TableInfo
 
-EMBEDDING, PER_LAYER = "embedding.weight", "per_layer_embedding.weight"  # by their names in the decoder
+EMBEDDING = "embedding.weight"  # by its name in the decoder
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def host_tables(checkpoint: Checkpoint, options: ExportOptions) -> dict[str, Tab
     for weight in checkpoint.weights:
         if weight.name == EMBEDDING and options.input == "embeds":
             tables["embedding"] = _table(weight, "embedding.bin", config.embedding_scale)
-        if weight.name == PER_LAYER:
+        if weight.name == PER_LAYER_TABLE:
             assert config.gemma4 is not None
             tables["per_layer_embedding"] = _table(weight, "per_layer_embedding.bin", config.gemma4.per_layer_scale)
     return tables
@@ -47,7 +48,7 @@ def host_tables(checkpoint: Checkpoint, options: ExportOptions) -> dict[str, Tab
 
 def graph_weights(checkpoint: Checkpoint, options: ExportOptions) -> list[Weight]:
     """The weights that the graphs read: a table that the host looks up stays outside, unless a tied head shares it."""
-    outside = {PER_LAYER}
+    outside = {PER_LAYER_TABLE}
     if options.input == "embeds" and not checkpoint.config.tied_head:
         outside.add(EMBEDDING)
     return [weight for weight in checkpoint.weights if weight.name not in outside]

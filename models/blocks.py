@@ -19,10 +19,13 @@ Outputs = tuple[Tensor, Tensor, Tensor]  # x (1, c, H), new key and value in kv_
 class Layer(nn.Module):
     """What every order has: attention and MLP, or experts in its place."""
 
+    scaled = False  # whether it applies the residual scale
+
     def __init__(self, config: DecoderConfig, layer: LayerConfig, kv_layout: str) -> None:
         super().__init__()
+        assert self.scaled or config.residual_scale == 1, f"no residual scale with order {config.order!r}"
         self.attention = Attention(config, layer, kv_layout)
-        if layer.experts:
+        if layer.sparse:
             assert config.experts is not None
             self.mlp: nn.Module = Experts(config, config.experts)
         else:
@@ -37,6 +40,8 @@ class Layer(nn.Module):
 
 class PreNorm(Layer):
     """x += s attention(norm(x)); x += s mlp(norm(x)), s the residual scale."""
+
+    scaled = True
 
     def __init__(self, config: DecoderConfig, layer: LayerConfig, kv_layout: str) -> None:
         super().__init__(config, layer, kv_layout)

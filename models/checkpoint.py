@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 from rollkv.models.config import CheckpointError, DecoderConfig
 from rollkv.models.hf_files import open_safetensors, read_json
 from rollkv.models.lora import Lora, open_lora
-from rollkv.models.names import head_name, tensor_names, unread_names
+from rollkv.models.names import PER_LAYER_TABLE, head_name, tensor_names, unread_names
 from rollkv.models.presets import PRESETS, cache_folder, fetch_preset, hash_file
-from rollkv.models.settings import read_config, token_ids
+from rollkv.models.setting_values import token_ids
+from rollkv.models.settings import read_config
+from rollkv.models.tensor_views import Joined
 from rollkv.models.tensors import StoredTensor
 from rollkv.models.wrappers import TextNames, read_model, text_names
 
@@ -45,7 +47,7 @@ class Weight:
     name: str  # in decoder.Decoder
     stored: StoredTensor
     transposed: bool
-    origin: str = ""  # file or folder, and the name there, for messages
+    origin: str = ""  # file or folder, and the names there, for messages
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,13 +55,26 @@ class Weight:
         return self.stored.shape[::-1] if self.transposed else self.stored.shape
 
     def blocks(self) -> Iterator[tuple[tuple[slice, ...], NDArray[np.float32]]]:
-        """The values, a block at a time, each with the place in an array of `shape` where it belongs."""
-        count = self.stored.shape[0]
-        step = max(1, BLOCK_BYTES // (4 * max(1, int(np.prod(self.stored.shape[1:], dtype=np.int64)))))
-        for start in range(0, count, step):
-            block = self.stored.read(start, min(start + step, count))
-            rows = slice(start, start + len(block))
-            yield ((slice(None), rows), block.T) if self.transposed else ((rows,), block)
+        """The values, a block at a time, each with the place in an array of `shape` where it belongs.
+
+        Parts that lie side by side and are transposed come one after the other: a block across all of them would be a
+        few columns wide, and touch every page of a mapped target each time.
+        """
+        parts: tuple[StoredTensor, ...] = (self.stored,)
+        if self.transposed and isinstance(self.stored, Joined) and self.stored.axis == 1:
+            parts = self.stored.parts
+        before = 0  # rows of the target
+        for part in parts:
+            count, inner = part.shape[0], part.shape[1:]
+            step = max(1, BLOCK_BYTES // (4 * max(1, int(np.prod(inner, dtype=np.int64)))))
+            for start in range(0, count, step):
+                block = part.read(start, min(start + step, count))
+                rows = slice(start, start + len(block))
+                if self.transposed:
+                    yield (slice(before, before + inner[0]), rows), block.T
+                else:
+                    yield (rows,), block
+            before += inner[0] if self.transposed else 0
 
     def copy_to(self, target: NDArray[np.float32]) -> None:
         """Fill target, of this shape, block by block."""
@@ -133,7 +148,7 @@ def load_decoder(decoder: Decoder, checkpoint: Checkpoint, slots: int) -> None:
     parameters = dict(decoder.named_parameters())  # a shared one appears once, under its first name
     with torch.no_grad():
         for weight in checkpoint.weights:
-            if weight.name == "per_layer_embedding.weight":
+            if weight.name == PER_LAYER_TABLE:
                 continue  # the host looks its rows up
             weight.copy_to(parameters.pop(weight.name).numpy())
         for name, table in position_tables(checkpoint.config, slots).items():
@@ -232,7 +247,7 @@ def _weights(
         name = replace(own, stored=tuple(map(names.stored, own.stored)))
         stored = name.assemble(found, where)
         left.difference_update(name.stored)
-        weights.append(Weight(name.decoder, stored, name.transposed, f"{where}: tensor {name.stored[0]}"))
+        weights.append(Weight(name.decoder, stored, name.transposed, f"{where}: {_those(name.stored)}"))
     if config.tied_head:
         head = names.stored(head_name(config, column))
         if head in left and not _equal(found[head], weights[0].stored):
@@ -246,6 +261,11 @@ def _weights(
             f"{where}: {len(extra)} tensors are not used by a {config.family} decoder, among them {extra[0]}"
         )
     return tuple(weights)
+
+
+def _those(stored: tuple[str, ...]) -> str:
+    """The tensors that a parameter is made of, for messages."""
+    return f"tensor {stored[0]}" if len(stored) == 1 else f"one of {len(stored)} tensors, {stored[0]} .. {stored[-1]}"
 
 
 def _equal(a: StoredTensor, b: StoredTensor) -> bool:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ROPE_NAMES = ("full", "sliding")  # the second of layers with a window, where they have a rotation of their own
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 ORDERS = ("pre", "parallel", "parallel-two", "sandwich", "post")  # see blocks.py
 NORMS = ("rms", "layer", "layer-bias")
-QK_NORMS = ("rms-head", "rms-head-late", "rms-width", "layer-head", "layer-heads")  # see layers.Attention
+QK_NORMS = ("rms-head", "rms-head-late", "rms-width", "layer-head", "layer-heads")  # see layers.make_qk_norm
 ACTIVATIONS = ("silu", "gelu", "gelu-tanh", "relu", "relu2")
+BIASES = ("qkv", "out", "mlp", "head")
 
 
 class CheckpointError(ValueError):
@@ -24,7 +26,7 @@ class CheckpointError(ValueError):
 class RopeConfig:
     """Rotary position embedding of one rope type; which fields a type has is said in `rope.py`."""
 
-    name: str = "full"  # by which layers ask for it: "full", or "sliding" for the layers with a window
+    name: str = "full"  # one of ROPE_NAMES, by which layers ask for it
     type: str  # one of ROPE_TYPES
     theta: float  # base of the geometric series of frequencies
     rotary_dim: int  # R: how many of a head's dimensions rotate, from the first on
@@ -43,6 +45,13 @@ class RopeConfig:
     long_factor: tuple[float, ...] | None = None
     rotated_pairs: int | None = None  # of type "proportional": pairs after these stay as they are
 
+    def __post_init__(self) -> None:
+        assert self.name in ROPE_NAMES, self.name
+        assert self.type in ROPE_TYPES, self.type
+        assert self.rotary_dim > 0, self.rotary_dim
+        assert self.rotary_dim % 2 == 0, self.rotary_dim
+        assert self.sections is None or sum(self.sections) == self.rotary_dim // 2, self.sections
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
@@ -53,8 +62,12 @@ class LayerConfig:
     intermediate_size: int  # width of the MLP
     window: int | None = None  # how many tokens a query sees, itself included; None: all
     rope: str | None = "full"  # name of its rotary embedding; None: queries and keys do not turn
-    experts: bool = False  # a mixture of experts instead of the MLP; in Gemma 4 beside it
+    sparse: bool = False  # a mixture of experts instead of the MLP; in Gemma 4 beside it
     kv_from: int | None = None  # the layer whose keys and values it reads; None: it has its own
+
+    def __post_init__(self) -> None:
+        assert self.rope is None or self.rope in ROPE_NAMES, self.rope
+        assert self.window is None or self.window > 0, self.window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +112,7 @@ class DecoderConfig:
     order: str = "pre"  # one of ORDERS: where the norms stand, and what is added to what
     norm: str = "rms"  # one of NORMS
     qk_norm: str | None = None  # one of QK_NORMS: norm of queries and keys
-    biases: frozenset[str] = frozenset()  # of "qkv", "out", "mlp", "head"
+    biases: frozenset[str] = frozenset()  # of BIASES
     activation: str = "silu"  # one of ACTIVATIONS
     gated_mlp: bool = True  # down(act(gate(x)) * up(x)), else down(act(up(x)))
     experts: ExpertsConfig | None = None
@@ -112,6 +125,14 @@ class DecoderConfig:
     logit_scale: float = 1.0
     gemma4: Gemma4Config | None = None  # what only Gemma 4 has
     tied_head: bool = False  # the head is the embedding table, transposed
+
+    def __post_init__(self) -> None:
+        assert self.order in ORDERS, self.order
+        assert self.norm in NORMS, self.norm
+        assert self.qk_norm is None or self.qk_norm in QK_NORMS, self.qk_norm
+        assert self.activation in ACTIVATIONS, self.activation
+        assert self.biases <= set(BIASES), self.biases
+        assert self.experts is not None or not any(layer.sparse for layer in self.layers), "no experts"
 
     @property
     def num_layers(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollkv.models.family import ATTENTION_BIAS, EXPERTS, ONE_TWO, WINDOW_SWITCH, Family, geometry
+from rollkv.models.family import ATTENTION_BIAS, EXPERTS, ONE_TWO, WINDOW_SWITCH, ExpertKeys, Family, geometry
 
 ROWS = (
     Family(
@@ -15,7 +15,7 @@ ROWS = (
             num_key_value_heads=8,
             **ONE_TWO,
         ),
-        fields={"experts": ("num_local_experts", "num_experts_per_tok", "intermediate_size", True)},
+        experts=ExpertKeys(count=("num_local_experts",), width="intermediate_size", normalise=None),
         windows="all",
         theta=1000000.0,
         names={
@@ -40,9 +40,9 @@ ROWS = (
             mlp_only_layers=None,
             qkv_bias=True,
         ),
-        fields={"experts": ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")},
+        experts=ExpertKeys(count=("num_experts",)),
         biases={"qkv": "qkv_bias"},
-        windows="switch-odd",
+        windows="odd",
         names=EXPERTS,
     ),
     Family(
@@ -61,17 +61,10 @@ ROWS = (
             mlp_only_layers=None,
             num_key_value_heads=4,
         ),
-        fields={
-            "qk_norm": "rms-head",
-            "experts": (
-                "num_experts|num_local_experts",
-                "num_experts_per_tok",
-                "moe_intermediate_size",
-                "norm_topk_prob",
-            ),
-        },
+        fields={"qk_norm": "rms-head"},
+        experts=ExpertKeys(count=("num_experts", "num_local_experts")),
         biases=ATTENTION_BIAS,
-        windows="switch-all",
+        windows="all",
         names=EXPERTS,
     ),
     Family(
@@ -86,10 +79,8 @@ ROWS = (
             eos_token_id=50279,
         ),
         fixed={"clip_qkv": None},
-        fields={
-            "qk_norm": "rms-width",
-            "experts": ("num_experts", "num_experts_per_tok", "intermediate_size", "norm_topk_prob"),
-        },
+        fields={"qk_norm": "rms-width"},
+        experts=ExpertKeys(count=("num_experts",), width="intermediate_size"),
         biases=ATTENTION_BIAS,
         names=EXPERTS,
     ),

@@ -1,4 +1,4 @@
-"""The family gemma4_text: its row as data, and what of its config.json no row can say.
+"""The family gemma4_text: what of its config.json no row can say, and its row as data.
 
 Two layer types with heads of different sizes, layers that read an earlier layer's cache, experts beside the MLP, and
 embeddings for each layer. What an absent setting stands for is that of transformers' `configuration_gemma4.py`.
@@ -13,54 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from rollkv.models.config import CheckpointError, DecoderConfig, ExpertsConfig, Gemma4Config, LayerConfig, RopeConfig
+from rollkv.models.family import ATTENTION_BIAS, GEMMA, SANDWICH, SQRT_H, Family, Key, geometry
 from rollkv.models.rope_settings import merge_rope, read_rope
+from rollkv.models.setting_values import count, items
 
 BY_TYPE = "by layer type"  # per_layer_config that is not there; null is another thing: no layer differs
-SETTINGS: Mapping[str, Any] = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "attention_bias": False,
-    "sliding_window": 512,
-    "layer_types": None,
-    "final_logit_softcapping": None,
-    "global_head_dim": 512,
-    "num_global_key_value_heads": None,
-    "per_layer_config": BY_TYPE,
-    "attention_k_eq_v": False,
-    "num_kv_shared_layers": 0,
-    "use_double_wide_mlp": False,
-    "vocab_size_per_layer_input": 262144,
-    "hidden_size_per_layer_input": 256,
-    "enable_moe_block": False,
-    "num_experts": None,
-    "top_k_experts": None,
-    "moe_intermediate_size": None,
-    "use_bidirectional_attention": None,
-}
-NAMES: Mapping[str, str] = {
-    "attention_post_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_post_norm": "post_feedforward_layernorm",
-    "scalar": "layer_scalar",
-    "per_layer_embedding": "model.embed_tokens_per_layer",
-    "per_layer.projection": "model.per_layer_model_projection",
-    "per_layer.norm": "model.per_layer_projection_norm",
-    "own_gate": "per_layer_input_gate",
-    "own_out": "per_layer_projection",
-    "own_norm": "post_per_layer_input_norm",
-    "mlp_own_norm": "post_feedforward_layernorm_1",
-    "experts_norm": "pre_feedforward_layernorm_2",
-    "experts_post_norm": "post_feedforward_layernorm_2",
-    "experts.router_norm": "router.scale",
-    "experts.router": "router.proj",
-    "experts.factors": "router.per_expert_scale",
-    "experts.gate-up": "experts.gate_up_proj",
-    "experts.down": "experts.down_proj",
-}
 _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
@@ -70,7 +27,7 @@ _OVERRIDES = ("head_dim", "num_key_value_heads")
 _KINDS = {"full": "full_attention", "sliding": "sliding_attention"}
 
 
-def finish_gemma4(config: DecoderConfig, got: Mapping[str, Any], where: str) -> DecoderConfig:
+def _finish(config: DecoderConfig, got: Mapping[str, Any], where: str) -> DecoderConfig:
     """The config with what only Gemma 4 has.
 
     config: read as every family's, with the windows in its layers. got: the settings, absent ones filled in.
@@ -84,7 +41,7 @@ def finish_gemma4(config: DecoderConfig, got: Mapping[str, Any], where: str) -> 
             "'vision', null"
         )
     _integer(got, "sliding_window", where, 1)
-    count, heads = config.num_layers, config.num_heads
+    heads = config.num_heads
     # transformers lets no model end with a window: its last layer becomes a full one, whatever the config says.
     windows = [*config.windows[:-1], None]
     sizes = _sizes(got, windows, where)
@@ -104,14 +61,13 @@ def finish_gemma4(config: DecoderConfig, got: Mapping[str, Any], where: str) -> 
             intermediate_size=got["intermediate_size"] * (1 if owner is None else wide),
             window=window,
             rope=kind,
-            experts=experts is not None,
+            sparse=experts is not None,
             kv_from=owner,
         )
         for window, kind, owner in zip(windows, map(_kind, windows), owners, strict=True)
     )
     width = _integer(got, "hidden_size_per_layer_input", where, 0)
     _integer(got, "vocab_size_per_layer_input", where, 1)
-    assert len(layers) == count
     return replace(
         config,
         layers=layers,
@@ -142,10 +98,10 @@ def _sizes(got: Mapping[str, Any], windows: list[int | None], where: str) -> dic
             full["num_key_value_heads"] = _integer(got, "num_global_key_value_heads", where, 1)
         return {kind: full if kind == "full" else common for kind in dict.fromkeys(kinds)}
     layers = [common] * len(kinds)
-    for key, own in _items(given, f"{where}: per_layer_config"):
+    for key, own in items(given, f"{where}: per_layer_config"):
         if not key.isdecimal() or int(key) >= len(kinds):
             raise CheckpointError(f"{where}: per_layer_config has {key!r}, allowed: layers 0 .. {len(kinds) - 1}")
-        for name, value in _items(own, f"{where}: per_layer_config.{key}"):
+        for name, value in items(own, f"{where}: per_layer_config.{key}"):
             if name not in _OVERRIDES:
                 raise CheckpointError(
                     f"{where}: per_layer_config.{key}.{name} is not understood; allowed: {', '.join(_OVERRIDES)}"
@@ -185,12 +141,12 @@ def _ropes(
 ) -> tuple[RopeConfig, ...]:
     """The rotary embedding of each layer type that is there: the full layers' first."""
     given = _ROPE if got["rope_parameters"] is None else got["rope_parameters"]
-    _items(given, f"{where}: rope_parameters")
+    items(given, f"{where}: rope_parameters")
     ropes = []
     for name, kind in _KINDS.items():
         if name not in sizes:
             continue
-        own = dict(_items(given.get(kind), f"{where}: rope_parameters.{kind}"))
+        own = dict(items(given.get(kind), f"{where}: rope_parameters.{kind}"))
         if own.get("rope_type") not in _ROPE_TYPES:
             raise CheckpointError(
                 f"{where}: rope_parameters.{kind}: rope_type is {own.get('rope_type')!r}; supported for gemma4_text: "
@@ -208,6 +164,11 @@ def _ropes(
             where=where,
             name=name,
         )
+        if rope.query_scale is not None:
+            raise CheckpointError(
+                f"{where}: rope_parameters.{kind}: llama_4_scaling_beta is {own['llama_4_scaling_beta']!r}; "
+                "gemma4_text scales no queries by position, allowed: null"
+            )
         ropes.append(rope)
     return tuple(ropes)
 
@@ -215,22 +176,84 @@ def _ropes(
 def _experts(got: Mapping[str, Any], where: str) -> ExpertsConfig | None:
     if not got["enable_moe_block"]:
         return None
-    count, top_k, width = (
+    number, top_k, width = (
         _integer(got, key, where, 1) for key in ("num_experts", "top_k_experts", "moe_intermediate_size")
     )
-    if top_k > count:
-        raise CheckpointError(f"{where}: top_k_experts is {top_k}, allowed: up to num_experts {count}")
-    return ExpertsConfig(count=count, top_k=top_k, width=width, normalise=True)
+    if top_k > number:
+        raise CheckpointError(f"{where}: top_k_experts is {top_k}, allowed: up to num_experts {number}")
+    return ExpertsConfig(count=number, top_k=top_k, width=width, normalise=True)
 
 
-def _items(value: Any, where: str) -> list[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where} is {str(value)[:80]!r}, must be an object")
-    return list(value.items())
+def _integer(got: Mapping[str, Any], key: str, where: str, least: int) -> int:
+    return count(got[key], key, where, least=least, what=f"an integer from {least}")
 
 
-def _integer(got: Mapping[str, Any], key: str, where: str, least: int, most: int = 2**31) -> int:
-    value = got[key]
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise CheckpointError(f"{where}: {key} is {value!r}, must be an integer from {least} to {most}")
-    return value
+ROWS = (
+    Family(
+        model_type="gemma4_text",
+        settings=geometry(
+            "hidden_act",
+            "rope_theta",
+            "rope_scaling",
+            **GEMMA,
+            num_key_value_heads=4,
+            head_dim=256,
+            hidden_activation="gelu_pytorch_tanh",
+            sliding_window=512,
+            layer_types=None,
+            final_logit_softcapping=None,
+            global_head_dim=512,
+            num_global_key_value_heads=None,
+            per_layer_config=BY_TYPE,
+            attention_k_eq_v=False,
+            num_kv_shared_layers=0,
+            use_double_wide_mlp=False,
+            vocab_size_per_layer_input=262144,
+            hidden_size_per_layer_input=256,
+            enable_moe_block=False,
+            num_experts=None,
+            top_k_experts=None,
+            moe_intermediate_size=None,
+            use_bidirectional_attention=None,
+        ),
+        keys={"hidden_act": "hidden_activation"},
+        fields={
+            "order": "sandwich",
+            "qk_norm": "rms-head",
+            "embedding_scale": SQRT_H,
+            "attention_scale": 1.0,
+            "logit_softcap": Key("final_logit_softcapping"),
+        },
+        biases=ATTENTION_BIAS,
+        windows="pattern",
+        pattern=6,
+        turns="none",  # the rotations, as all that differs by layer type, are read by `finish`
+        names={
+            **SANDWICH,
+            "scalar": "layer_scalar",
+            "per_layer_embedding": "model.embed_tokens_per_layer",
+            "per_layer.projection": "model.per_layer_model_projection",
+            "per_layer.norm": "model.per_layer_projection_norm",
+            "own_gate": "per_layer_input_gate",
+            "own_out": "per_layer_projection",
+            "own_norm": "post_per_layer_input_norm",
+            "mlp_own_norm": "post_feedforward_layernorm_1",
+            "experts_norm": "pre_feedforward_layernorm_2",
+            "experts_post_norm": "post_feedforward_layernorm_2",
+            "experts.router_norm": "router.scale",
+            "experts.router": "router.proj",
+            "experts.factors": "router.per_expert_scale",
+            "experts.gate-up": "experts.gate_up_proj",
+            "experts.down": "experts.down_proj",
+        },
+        finish=_finish,
+        notes=(
+            "two rotations",
+            "two head sizes",
+            "shared keys and values",
+            "values from keys on request",
+            "embeddings for each layer",
+            "mixture of experts on request",
+        ),
+    ),
+)

@@ -7,8 +7,15 @@ from rollkv.models.family import ATTENTION_BIAS, FC, LAYER_NORM, ONE_TWO, PART, 
 ROWS = (
     Family(
         model_type="phi",
-        settings=geometry("rms_norm_eps", "head_dim", **LAYER_NORM, **PART, qk_layernorm=False, **ONE_TWO)
-        | {"hidden_act": "gelu_new"},
+        settings=geometry(
+            "rms_norm_eps",
+            "head_dim",
+            **LAYER_NORM,
+            **PART,
+            hidden_act="gelu_new",
+            qk_layernorm=False,
+            **ONE_TWO,
+        ),
         keys={"rms_norm_eps": "layer_norm_eps"},
         fields={
             "order": "parallel",
@@ -38,8 +45,8 @@ ROWS = (
             tie_word_embeddings=True,
             bos_token_id=50256,
             eos_token_id=50256,
-        )
-        | {"hidden_act": "gelu_pytorch_tanh"},
+            hidden_act="gelu_pytorch_tanh",
+        ),
         keys={"rms_norm_eps": "norm_epsilon"},
         fields={"norm": "layer-bias", "gated_mlp": False},
         fixed={"mlp_type": "default", "norm_type": "layer_norm"},
@@ -87,8 +94,8 @@ ROWS = (
             rotary_emb_base=None,
             bos_token_id=0,
             eos_token_id=2,
-        )
-        | {"hidden_act": "gelu"},
+            hidden_act="gelu",
+        ),
         keys={
             "rms_norm_eps": "layer_norm_eps",
             "partial_rotary_factor": "rotary_pct",
@@ -219,9 +226,15 @@ ROWS = (
     Family(
         model_type="nemotron",
         settings=geometry(
-            "rms_norm_eps", **PART, norm_eps=1e-5, attention_bias=False, mlp_bias=False, bos_token_id=2, eos_token_id=3
-        )
-        | {"hidden_act": "relu2"},
+            "rms_norm_eps",
+            **PART,
+            norm_eps=1e-5,
+            hidden_act="relu2",
+            attention_bias=False,
+            mlp_bias=False,
+            bos_token_id=2,
+            eos_token_id=3,
+        ),
         keys={"rms_norm_eps": "norm_eps"},
         fields={"norm": "layer-bias", "gated_mlp": False},
         biases={**ATTENTION_BIAS, "mlp": "mlp_bias"},

@@ -2,119 +2,82 @@
 
 from __future__ import annotations
 
-from rollkv.models import families_gemma4 as gemma4
+from typing import Any
+
 from rollkv.models.family import (
     ATTENTION_BIAS,
     GATE_UP,
     GEMMA,
-    GEMMA_NAMES,
     GGUF_SANDWICH,
-    PART,
+    GLM,
+    POST,
     QUERY_SCALE,
+    SANDWICH,
     SQRT_H,
     Family,
     Key,
     geometry,
 )
 
+_GEMMA_SETTINGS = geometry(  # of gemma2 and gemma3_text
+    "hidden_act",
+    **GEMMA,
+    num_key_value_heads=4,
+    head_dim=256,
+    hidden_activation="gelu_pytorch_tanh",
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+    layer_types=None,
+)
+_GEMMA_FIXED = {"use_bidirectional_attention": False, "cache_implementation": "hybrid"}
+_GEMMA: dict[str, Any] = {
+    "keys": {"hidden_act": "hidden_activation"},
+    "biases": ATTENTION_BIAS,
+    "windows": "pattern",
+    "names": SANDWICH,
+    "gguf": GGUF_SANDWICH,
+    "norm_plus": 1.0,
+}
+_GEMMA_FIELDS = {
+    "order": "sandwich",
+    "embedding_scale": SQRT_H,
+    "attention_scale": QUERY_SCALE,
+    "attention_softcap": Key("attn_logit_softcapping"),
+    "logit_softcap": Key("final_logit_softcapping"),
+}
+
 ROWS = (
     Family(
         model_type="gemma2",
-        settings=geometry(
-            "hidden_act",
-            num_key_value_heads=4,
-            head_dim=256,
-            hidden_activation="gelu_pytorch_tanh",
-            **GEMMA,
-            query_pre_attn_scalar=256,
-            sliding_window=4096,
-            layer_types=None,
-            final_logit_softcapping=30.0,
-            attn_logit_softcapping=50.0,
-        ),
-        keys={"hidden_act": "hidden_activation"},
-        fixed={
-            "use_bidirectional_attention": False,
-            "hidden_act": "gelu_pytorch_tanh",
-            "cache_implementation": "hybrid",
-        },
-        fields={
-            "order": "sandwich",
-            "embedding_scale": SQRT_H,
-            "attention_scale": QUERY_SCALE,
-            "attention_softcap": Key("attn_logit_softcapping"),
-            "logit_softcap": Key("final_logit_softcapping"),
-        },
-        biases=ATTENTION_BIAS,
-        windows="pattern",
+        settings={**_GEMMA_SETTINGS, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        fixed={**_GEMMA_FIXED, "hidden_act": "gelu_pytorch_tanh"},
+        fields=_GEMMA_FIELDS,
         pattern=2,
-        names=GEMMA_NAMES,
-        gguf=GGUF_SANDWICH,
-        norm_plus=1.0,
+        **_GEMMA,
     ),
     Family(
         model_type="gemma3_text",
-        settings=geometry(
-            "hidden_act",
-            num_key_value_heads=4,
-            head_dim=256,
-            hidden_activation="gelu_pytorch_tanh",
-            **GEMMA,
-            query_pre_attn_scalar=256,
-            sliding_window=4096,
-            sliding_window_pattern=6,
-            _sliding_window_pattern=6,
-            layer_types=None,
-            final_logit_softcapping=None,
-            attn_logit_softcapping=None,
-            rope_local_base_freq=10000.0,
-        ),
-        keys={"hidden_act": "hidden_activation"},
-        fixed={"use_bidirectional_attention": False, "cache_implementation": "hybrid"},
-        fields={
-            "order": "sandwich",
-            "qk_norm": "rms-head",
-            "embedding_scale": SQRT_H,
-            "attention_scale": QUERY_SCALE,
-            "attention_softcap": Key("attn_logit_softcapping"),
-            "logit_softcap": Key("final_logit_softcapping"),
+        settings={
+            **_GEMMA_SETTINGS,
+            "sliding_window_pattern": 6,
+            "_sliding_window_pattern": 6,
+            "final_logit_softcapping": None,
+            "attn_logit_softcapping": None,
+            "rope_local_base_freq": 10000.0,
         },
-        biases=ATTENTION_BIAS,
-        windows="pattern",
+        fixed=_GEMMA_FIXED,
+        fields={**_GEMMA_FIELDS, "qk_norm": "rms-head"},
         pattern=6,
         ropes=("full", "sliding"),
         theta=1000000.0,
-        names=GEMMA_NAMES,
-        gguf=GGUF_SANDWICH,
-        norm_plus=1.0,
-    ),
-    Family(
-        model_type="gemma4_text",
-        settings=geometry("hidden_act", "rope_theta", "rope_scaling", "partial_rotary_factor", **gemma4.SETTINGS),
-        keys={"hidden_act": "hidden_activation"},
-        fields={
-            "order": "sandwich",
-            "qk_norm": "rms-head",
-            "embedding_scale": SQRT_H,
-            "attention_scale": 1.0,
-            "logit_softcap": Key("final_logit_softcapping"),
-        },
-        biases=ATTENTION_BIAS,
-        windows="pattern",
-        pattern=6,
-        turns="none",  # the rotations, as all that differs by layer type, are read by `finish`
-        names=gemma4.NAMES,
-        finish=gemma4.finish_gemma4,
+        **_GEMMA,
     ),
     Family(
         model_type="olmo2",
         settings=geometry(rms_norm_eps=1e-5, attention_bias=False, eos_token_id=50279),
         fields={"order": "post", "qk_norm": "rms-width"},
         biases=ATTENTION_BIAS,
-        names={
-            "attention_post_norm": "post_attention_layernorm",
-            "mlp_post_norm": "post_feedforward_layernorm",
-        },
+        names=POST,
     ),
     Family(
         model_type="olmo3",
@@ -127,31 +90,18 @@ ROWS = (
         pattern=4,
         ropes=("full", "sliding"),
         theta=500000.0,
-        names={
-            "attention_post_norm": "post_attention_layernorm",
-            "mlp_post_norm": "post_feedforward_layernorm",
-        },
+        names=POST,
     ),
     Family(
         model_type="glm4",
-        settings=geometry(
-            **PART,
-            head_dim=128,
-            num_key_value_heads=2,
-            rms_norm_eps=1.5625e-07,
-            attention_bias=True,
-            eos_token_id=[151329, 151336, 151338],
-        ),
         fields={"order": "sandwich"},
-        biases={"qkv": "attention_bias"},
-        rotary_factor=0.5,
-        interleaved=True,
         names={
             **GATE_UP,
             "attention_post_norm": "post_self_attn_layernorm",
             "mlp_norm": "post_attention_layernorm",
             "mlp_post_norm": "post_mlp_layernorm",
         },
+        **GLM,
     ),
     Family(
         model_type="exaone4",
@@ -168,9 +118,6 @@ ROWS = (
         windows="pattern",
         pattern=4,
         turns="windowed-if-any",
-        names={
-            "attention_post_norm": "post_attention_layernorm",
-            "mlp_post_norm": "post_feedforward_layernorm",
-        },
+        names=POST,
     ),
 )

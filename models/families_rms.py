@@ -6,6 +6,7 @@ from rollkv.models.family import (
     ATTENTION_BIAS,
     GATE_UP,
     GEMMA,
+    GLM,
     NEEDS_KV,
     ONE_TWO,
     PART,
@@ -36,7 +37,7 @@ ROWS = (
         settings=geometry(**NEEDS_KV, **WINDOW_SWITCH),
         fixed={"attention_bias": True},
         biases={"qkv": True},
-        windows="switch",
+        windows="upper",
         gguf={},
     ),
     Family(
@@ -44,20 +45,17 @@ ROWS = (
         settings=geometry(**NEEDS_KV, head_dim=128, attention_bias=False, **WINDOW_SWITCH),
         fields={"qk_norm": "rms-head"},
         biases=ATTENTION_BIAS,
-        windows="switch",
+        windows="upper",
         gguf={},
     ),
     Family(
         model_type="gemma",
         settings=geometry(
-            "hidden_act",
             num_key_value_heads=16,
             head_dim=256,
-            hidden_activation=None,
+            hidden_act="gelu_pytorch_tanh",
             **GEMMA,
-            use_bidirectional_attention=None,
-        )
-        | {"hidden_act": "gelu_pytorch_tanh"},
+        ),
         fixed={"use_bidirectional_attention": False, "hidden_activation": "gelu_pytorch_tanh"},
         fields={"embedding_scale": SQRT_H},
         activations={"gelu": "gelu-tanh"},  # what the first release wrote
@@ -101,7 +99,7 @@ ROWS = (
             eos_token_id=128001,
         ),
         biases={**ATTENTION_BIAS, "mlp": "mlp_bias"},
-        windows="listed",
+        windows="still",
         turns="listed",
         theta=2000000.0,
     ),
@@ -126,18 +124,8 @@ ROWS = (
     ),
     Family(
         model_type="glm",
-        settings=geometry(
-            **PART,
-            head_dim=128,
-            num_key_value_heads=2,
-            rms_norm_eps=1.5625e-07,
-            attention_bias=True,
-            eos_token_id=[151329, 151336, 151338],
-        ),
-        biases={"qkv": "attention_bias"},
-        rotary_factor=0.5,
-        interleaved=True,
         names=GATE_UP,
+        **GLM,
     ),
     Family(
         model_type="ernie4_5",
@@ -196,9 +184,13 @@ ROWS = (
     Family(
         model_type="arcee",
         settings=geometry(
-            rms_norm_eps=1e-5, attention_bias=False, mlp_bias=False, bos_token_id=128000, eos_token_id=128001
-        )
-        | {"hidden_act": "relu2"},
+            rms_norm_eps=1e-5,
+            hidden_act="relu2",
+            attention_bias=False,
+            mlp_bias=False,
+            bos_token_id=128000,
+            eos_token_id=128001,
+        ),
         fields={"gated_mlp": False},
         biases={**ATTENTION_BIAS, "mlp": "mlp_bias"},
     ),
@@ -214,5 +206,6 @@ ROWS = (
         ),
         windows="all",
         theta=1000000.0,
+        notes=("query scale by position",),
     ),
 )

@@ -9,12 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from rollkv.models.config import DecoderConfig
+from rollkv.models.config import (
+    ACTIVATIONS,
+    BIASES,
+    NORMS,
+    ORDERS,
+    QK_NORMS,
+    ROPE_NAMES,
+    DecoderConfig,
+)
 
 REQUIRED = object()  # in Family.settings: the key must be there
+LAYOUTS = ("conv", "qkv", "conv-qkv", "qkv-by-head", "gate-up", "per-head")  # see names.py
+TURNS = ("all", "none", "windowed", "windowed-if-any", "listed")
+WINDOWS = ("none", "all", "pattern", "still", "upper", "odd")
+_WORDS = {"order": ORDERS, "norm": NORMS, "qk_norm": QK_NORMS}  # what a field may be
 
 
 @dataclass(frozen=True)
@@ -30,7 +42,20 @@ class Source:
     """A tensor whose checkpoint stores it otherwise than llama's: see `names.py` for each layout."""
 
     name: str
-    layout: str
+    layout: str  # one of LAYOUTS
+
+    def __post_init__(self) -> None:
+        assert self.layout in LAYOUTS, self.layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertKeys:
+    """Which settings say what a mixture of experts is."""
+
+    count: tuple[str, ...]  # the first that is not null counts
+    top_k: str = "num_experts_per_tok"
+    width: str = "moe_intermediate_size"
+    normalise: str | None = "norm_topk_prob"  # None: always
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +69,10 @@ class Family:
     fields: Mapping[str, Any] = field(default_factory=dict)  # of DecoderConfig: a value, or the Key of one
     activations: Mapping[str, str] = field(default_factory=dict)  # what the config calls otherwise than others do
     biases: Mapping[str, bool | str] = field(default_factory=dict)  # "qkv", ... -> always, or the setting that asks
-    windows: str = "none"  # which layers have one: see settings._windows
+    experts: ExpertKeys | None = None  # the settings of a mixture of experts
+    windows: str = "none"  # one of WINDOWS: which layers have one, see layer_settings.WINDOW_RULES
     pattern: int = 0  # for windows == "pattern": every pattern-th layer has none
-    turns: str = "all"  # layers whose queries and keys rotate: all, windowed, windowed-if-any, listed; none: no rope
+    turns: str = "all"  # one of TURNS: layers whose queries and keys rotate; "none": there is no rotation at all
     ropes: tuple[str, ...] = ("full",)  # ("full", "sliding"): layers with a window have a rotation of their own
     theta: float = 10000.0  # base of the rotation when the config names none
     rotary_factor: float = 1.0  # how much of a head rotates when the config does not say
@@ -56,6 +82,28 @@ class Family:
     norm_plus: float = 0.0  # the checkpoint's norm weights lack this
     finish: Callable[[DecoderConfig, Mapping[str, Any], str], DecoderConfig] | None = None  # what no row can say
     prefix: str = ""  # that published checkpoints leave out of every name
+    notes: tuple[str, ...] = ()  # features that no other field tells, for `rollkv families`
+
+    def __post_init__(self) -> None:
+        """A row with a typo is not another model."""
+        own, settings = self.model_type, self.settings.keys()
+        assert not settings & self.fixed.keys(), (own, settings & self.fixed.keys())
+        assert set(self.keys.values()) <= settings, (own, self.keys)
+        assert self.fields.keys() <= {each.name for each in fields(DecoderConfig)}, (own, self.fields.keys())
+        for name, value in self.fields.items():
+            assert not isinstance(value, Key) or value.name in settings, (own, value.name)
+            assert isinstance(value, Key) or value in _WORDS.get(name, (value,)), (own, name, value)
+        assert set(self.activations.values()) <= set(ACTIVATIONS), (own, self.activations)
+        assert self.biases.keys() <= set(BIASES), (own, self.biases)
+        assert all(on is True or on in settings for on in self.biases.values()), (own, self.biases)
+        if self.experts is not None:
+            read = {*self.experts.count, self.experts.top_k, self.experts.width, self.experts.normalise} - {None}
+            assert read <= settings, (own, self.experts)
+        assert self.windows in WINDOWS, (own, self.windows)
+        assert self.windows == "none" or "sliding_window" in settings, (own, self.windows)
+        assert (self.windows == "pattern") == (self.pattern > 0), (own, self.windows, self.pattern)
+        assert self.turns in TURNS, (own, self.turns)
+        assert set(self.ropes) <= set(ROPE_NAMES), (own, self.ropes)
 
 
 GEOMETRY = {
@@ -81,11 +129,16 @@ WINDOW_SWITCH = {"use_sliding_window": False, "sliding_window": 4096, "max_windo
 LAYER_NORM = {"layer_norm_eps": 1e-5}
 NEEDS_KV = {"num_key_value_heads": REQUIRED}
 PART = {"partial_rotary_factor": None}  # of families that may turn a part of each head only
+POST = {  # names of a layer whose norms stand after attention and MLP only
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
 
 
 def geometry(*without: str, **more: Any) -> dict[str, Any]:
-    """The usual settings, without some, with others."""
-    return {key: value for key, value in {**GEOMETRY, **more}.items() if key not in without}
+    """The usual settings, without some of them, with others or other defaults."""
+    assert set(without) <= GEOMETRY.keys() - more.keys(), without
+    return {key: value for key, value in GEOMETRY.items() if key not in without} | more
 
 
 ATTENTION_BIAS = {"qkv": "attention_bias", "out": "attention_bias"}
@@ -99,18 +152,32 @@ SANDWICH = {
 FC = {"mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
 EXPERTS = {
     "mlp.router": "mlp.gate",
-    "mlp.shared": "mlp.shared_expert",
+    "mlp.shared.gate": "mlp.shared_expert.gate_proj",
+    "mlp.shared.up": "mlp.shared_expert.up_proj",
+    "mlp.shared.down": "mlp.shared_expert.down_proj",
     "mlp.shared_gate": "mlp.shared_expert_gate",
     "mlp.gate.experts": "mlp.experts.{}.gate_proj",
     "mlp.up.experts": "mlp.experts.{}.up_proj",
     "mlp.down.experts": "mlp.experts.{}.down_proj",
 }
-GEMMA = {"tie_word_embeddings": True, "eos_token_id": 1, "bos_token_id": 2, "attention_bias": False}
-GEMMA_NAMES = {**SANDWICH}
+GEMMA = {"tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1, "attention_bias": False}
 GGUF_SANDWICH = {
     "attention_post_norm": "post_attention_norm",
     "mlp_norm": "ffn_norm",
     "mlp_post_norm": "post_ffw_norm",
+}
+GLM: dict[str, Any] = {
+    "settings": geometry(
+        **PART,
+        head_dim=128,
+        num_key_value_heads=2,
+        rms_norm_eps=1.5625e-07,
+        attention_bias=True,
+        eos_token_id=[151329, 151336, 151338],
+    ),
+    "biases": {"qkv": "attention_bias"},
+    "rotary_factor": 0.5,
+    "interleaved": True,
 }
 SQRT_H = Key("hidden_size", math.sqrt)
 QUERY_SCALE = Key("query_pre_attn_scalar", lambda scalar: scalar**-0.5)

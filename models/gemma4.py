@@ -54,6 +54,9 @@ class Gemma4Attention(nn.Module):
         super().__init__()
         assert config.gemma4 is not None
         assert config.attention_scale is not None
+        assert config.attention_softcap is None, "Gemma 4 caps no scores"
+        assert config.qk_norm == "rms-head", config.qk_norm
+        assert all(rope.query_scale is None for rope in config.ropes), "Gemma 4 scales no queries by position"
         self.heads, self.kv_heads, self.head_dim = config.num_heads, layer.kv_heads, layer.head_dim
         self.scale, self.eps, self.kv_layout = config.attention_scale, config.norm_eps, kv_layout
         bias, kv_width = "qkv" in config.biases, self.kv_heads * self.head_dim
@@ -105,13 +108,15 @@ class Gemma4Layer(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: LayerConfig, kv_layout: str) -> None:
         super().__init__()
+        assert config.order == "sandwich", config.order
+        assert config.residual_scale == 1, "Gemma 4 has no residual scale"
         self.own_kv, self.activation = layer.kv_from is None, config.activation
         self.attention = Gemma4Attention(config, layer, kv_layout)
         self.attention_norm, self.attention_post_norm = make_norm(config), make_norm(config)
         self.mlp = MLP(config, layer.intermediate_size)
         self.mlp_norm, self.mlp_post_norm = make_norm(config), make_norm(config)
         self.experts = None
-        if layer.experts:
+        if layer.sparse:
             assert config.experts is not None
             self.experts = Gemma4Experts(config, config.experts)
             self.mlp_own_norm = make_norm(config)

@@ -28,7 +28,7 @@ from rollkv.models.tensors import StoredTensor
 _CHUNK_ELEMENTS = 1 << 17  # dequantised at a time; the working memory of a read beyond its result
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GgufTensor:
     """One tensor of a GGUF file; a `StoredTensor`.
 

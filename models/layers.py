@@ -77,8 +77,13 @@ def make_norm(config: DecoderConfig) -> nn.Module:
     return LayerNorm((config.hidden_size,), config.norm_eps, bias=config.norm == "layer-bias")
 
 
-def _qk_norm(config: DecoderConfig, heads: int, head_dim: int) -> nn.Module | None:
-    """The norm of queries or keys: over each head, every head with the same weight or its own, or over all of them."""
+def make_qk_norm(config: DecoderConfig, heads: int, head_dim: int) -> nn.Module | None:
+    """The norm of queries or keys, by config.QK_NORMS; None when they have none.
+
+    "rms-head": an RMSNorm over each head, with one weight for all; "rms-head-late": the same, after the rotation;
+    "rms-width": over all heads as one row; "layer-head": a layer norm over each head, with one weight and bias for all;
+    "layer-heads": with a weight for each head and no bias.
+    """
     kind, eps = config.qk_norm, config.norm_eps
     if kind is None:
         return None
@@ -114,8 +119,8 @@ class Attention(nn.Module):
         self.k = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
         self.v = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
         self.out = Linear(self.heads * self.head_dim, config.hidden_size, "out" in config.biases)
-        self.q_norm = _qk_norm(config, self.heads, self.head_dim)
-        self.k_norm = _qk_norm(config, self.kv_heads, self.head_dim)
+        self.q_norm = make_qk_norm(config, self.heads, self.head_dim)
+        self.k_norm = make_qk_norm(config, self.kv_heads, self.head_dim)
 
     def forward(
         self, x: Tensor, rotation: tuple[Tensor, ...], mask: Tensor, past_key: Tensor, past_value: Tensor

@@ -1,7 +1,11 @@
 """What the tensors of a decoder are called in a checkpoint, and how each is made of what is stored there.
 
-The usual names are llama's; `families.py` says where a family's differ, and in which of the layouts below it stores a
-tensor. Knows no file format and no torch.
+The usual names are llama's. A family's row (`families_*.py`; `family.py` says what a row can hold) has those that
+differ, and the layout, one of those below, of a tensor that is stored otherwise. Knows no file format and no torch.
+
+Layouts: "conv" (in, out), transposed; "qkv" the rows of q, k and v one behind the other, "conv-qkv" their columns;
+"qkv-by-head" q, k and v of each head together; "gate-up" the rows of gate, then of up; "per-head" a vector for each
+head.
 
 Shapes: H hidden size, N query heads, K key/value heads, D head dimension, R rotary dimension, E experts of width W.
 """
@@ -55,8 +59,10 @@ GGUF = {
     "mlp.down": "ffn_down",
 }
 
+PER_LAYER_TABLE = "per_layer_embedding.weight"  # by its name in the decoder; it stays outside of every graph
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class TensorName:
     """One parameter of the decoder, and the tensors of a checkpoint that it is made of."""
 
@@ -64,7 +70,8 @@ class TensorName:
     stored: tuple[str, ...]
     stored_shape: tuple[int, ...]  # of each of them
     transposed: bool = False  # the decoder keeps (in, out) where the checkpoint keeps (out, in)
-    joined: int | None = None  # the axis along which several are joined
+    joined: int | None = None  # the axis along which several are one behind the other
+    stacked: bool = False  # several vectors are the rows of a matrix
     flat: str | None = None  # of three stored axes the first two are one: "abc" as (ab, c), or "acb" as (ac, b)
     pick: NDArray[np.int64] | None = None  # which rows (columns for pick_axis 1) of the stored tensor, in order
     pick_axis: int = 0
@@ -82,7 +89,7 @@ class TensorName:
                 )
             parts.append(found[name])
         tensor: StoredTensor = parts[0]
-        if len(self.stored_shape) == 1 and self.joined is not None:
+        if self.stacked:
             tensor = Stacked(tuple(parts))
         elif self.joined is not None:
             tensor = Joined(tuple(parts), self.joined)
@@ -121,8 +128,9 @@ def unread_names(config: DecoderConfig) -> set[str]:
 
     Gemma 4 was trained with them in every layer, and published so; transformers leaves them out by the same names.
     """
+    layers = _Namer(config, "hf").name("layers")
     return {
-        f"{_Namer(config, 'hf').name('layers')}.{i}.self_attn.{part}.{kind}"
+        f"{layers}.{i}.self_attn.{part}.{kind}"
         for i, layer in enumerate(config.layers)
         if layer.kv_from is not None
         for part in ("k_proj", "v_proj", "k_norm", "v_norm")
@@ -164,13 +172,13 @@ class _Namer:
         queries, kv = config.num_heads * layer.head_dim, layer.kv_heads * layer.head_dim
         if pre:
             yield from self.norm("attention_norm", *norm)
-        sizes = {"q": queries, "k": kv, "v": kv}
+        sizes, bias = {"q": queries, "k": kv, "v": kv}, "qkv" in config.biases
         own = "q" if layer.kv_from is not None else "qk" if _values_from_keys(config, layer) else "qkv"
         for x in own:
             heads = config.num_heads if x == "q" else layer.kv_heads
             order = None if x == "v" else self._half_order(layer, heads)
-            yield from self.linear(f"attention.{x}", config.hidden_size, sizes, x, "qkv" in config.biases, order)
-        yield from self.linear("attention.out", queries, {"": config.hidden_size}, "", "out" in config.biases)
+            yield from self.fused(f"attention.{x}", config.hidden_size, sizes, x, bias, order)
+        yield from self.linear("attention.out", queries, config.hidden_size, "out" in config.biases)
         if config.qk_norm is not None:
             for x, heads in (("q", config.num_heads), ("k", layer.kv_heads)):
                 if x in own:
@@ -179,7 +187,7 @@ class _Namer:
             yield from self.norm("attention_post_norm", *norm)
         if pre and config.order != "parallel":
             yield from self.norm("mlp_norm", *norm)
-        if layer.experts and config.gemma4 is None:
+        if layer.sparse and config.gemma4 is None:
             assert config.experts is not None
             yield from self.experts(config.experts)
         else:
@@ -193,7 +201,7 @@ class _Namer:
         """The table of embeddings for each layer, which stays outside of the graph, and what joins it there."""
         hidden, width = self._config.hidden_size, self._config.num_layers * gemma4.per_layer_width
         yield self.table("per_layer_embedding", (gemma4.per_layer_vocab, width))
-        yield from self.linear("per_layer.projection", hidden, {"": width}, "", False)
+        yield from self.linear("per_layer.projection", hidden, width, False)
         yield from self.norm("per_layer.norm", (gemma4.per_layer_width,), False)
 
     def gemma4(self, layer: LayerConfig, gemma4: Gemma4Config) -> Iterator[TensorName]:
@@ -201,16 +209,16 @@ class _Namer:
         hidden, experts = self._config.hidden_size, self._config.experts
         yield TensorName("scalar", (self.name("scalar"),), (1,))
         if gemma4.per_layer_width:
-            yield from self.linear("own_gate", hidden, {"": gemma4.per_layer_width}, "", False)
-            yield from self.linear("own_out", gemma4.per_layer_width, {"": hidden}, "", False)
+            yield from self.linear("own_gate", hidden, gemma4.per_layer_width, False)
+            yield from self.linear("own_out", gemma4.per_layer_width, hidden, False)
             yield from self.norm("own_norm", (hidden,), False)
-        if not layer.experts:
+        if not layer.sparse:
             return
         assert experts is not None
         for part in ("mlp_own_norm", "experts_norm", "experts_post_norm"):
             yield from self.norm(part, (hidden,), False)
         yield TensorName("experts.router_norm.weight", (self.name("experts.router_norm"),), (hidden,))
-        yield from self.linear("experts.router", hidden, {"": experts.count}, "", False)
+        yield from self.linear("experts.router", hidden, experts.count, False)
         yield TensorName("experts.factors", (self.name("experts.factors"),), (experts.count,))
         both, shape = (self.name("experts.gate-up"),), (experts.count, 2 * experts.width, hidden)
         for which, part in enumerate(("gate", "up")):
@@ -231,7 +239,7 @@ class _Namer:
         if isinstance(name, Source):
             assert name.layout == "per-head"
             stored = tuple(f"{name.name.format(head)}.weight" for head in range(heads))
-            yield TensorName(f"{part}.weight", stored, (head_dim,), joined=0, plus=self._plus)
+            yield TensorName(f"{part}.weight", stored, (head_dim,), stacked=True, plus=self._plus)
             return
         shapes = {"rms-width": (heads * head_dim,), "layer-heads": (heads, head_dim)}
         tensors = list(self.norm(part, shapes.get(str(kind), (head_dim,)), kind == "layer-head"))
@@ -239,18 +247,17 @@ class _Namer:
         yield from (replace(tensor, pick=order, pick_axis=len(tensor.stored_shape) - 1) for tensor in tensors)
 
     def mlp(self, part: str, width: int) -> Iterator[TensorName]:
-        """An MLP."""
+        """An MLP. part: "mlp", or "mlp.shared" for the one beside the experts."""
         hidden, bias = self._config.hidden_size, "mlp" in self._config.biases
-        both = {"gate": width, "up": width}
-        if self._config.gated_mlp:
-            yield from self.linear(f"{part}.gate", hidden, both, "gate", bias)
-        yield from self.linear(f"{part}.up", hidden, both, "up", bias)
-        yield from self.linear(f"{part}.down", width, {"": hidden}, "", bias)
+        sizes = {"gate": width, "up": width}
+        for which in ("gate", "up") if self._config.gated_mlp else ("up",):
+            yield from self.fused(f"{part}.{which}", hidden, sizes, which, bias)
+        yield from self.linear(f"{part}.down", width, hidden, bias)
 
     def experts(self, experts: ExpertsConfig) -> Iterator[TensorName]:
         """A mixture of experts: the tensors of all experts joined, see `layers.Experts`."""
         hidden, width = self._config.hidden_size, experts.width
-        yield from self.linear("mlp.router", hidden, {"": experts.count}, "", False)
+        yield from self.linear("mlp.router", hidden, experts.count, False)
         for leaf, shape, axis in (
             ("gate", (width, hidden), 0),
             ("up", (width, hidden), 0),
@@ -260,14 +267,20 @@ class _Namer:
             stored = tuple(f"{pattern.format(e)}.weight" for e in range(experts.count))
             yield TensorName(f"mlp.{leaf}.weight", stored, shape, True, joined=axis)
         if experts.shared_width:
-            shared = self.name("mlp.shared")
-            for tensor in self.mlp("mlp.shared", experts.shared_width):
-                leaf = tensor.decoder.removeprefix("mlp.shared.")
-                name = self.name(f"mlp.{leaf.partition('.')[0]}").removeprefix("mlp.")
-                yield replace(tensor, stored=(f"{shared}.{name}.weight",))
-            yield from self.linear("mlp.shared_gate", hidden, {"": 1}, "", False)
+            yield from self.mlp("mlp.shared", experts.shared_width)
+            yield from self.linear("mlp.shared_gate", hidden, 1, False)
 
     def linear(
+        self, part: str, width: int, rows: int, bias: bool, order: NDArray[np.int64] | None = None
+    ) -> Iterator[TensorName]:
+        """A linear map of `width` to `rows` that is stored by itself. order: in which the decoder keeps its rows."""
+        source = self._names[part]
+        if isinstance(source, str):
+            return self._map(part, source, width, rows, bias, order, False)
+        assert source.layout == "conv", source
+        return self._map(part, source.name, width, rows, bias, order, True)
+
+    def fused(
         self,
         part: str,
         width: int,
@@ -276,28 +289,28 @@ class _Namer:
         bias: bool,
         order: NDArray[np.int64] | None = None,
     ) -> Iterator[TensorName]:
-        """A linear map of `width` to sizes[which].
-
-        sizes: of all maps that a fused tensor holds one behind the other. order: in which the decoder keeps its rows.
-        """
-        source = self._names.get(part, self._names.get(part.replace("mlp.shared.", "mlp.")))
-        assert source is not None, part
-        name, layout = (source, "plain") if isinstance(source, str) else (source.name, source.layout)
-        rows, pick = sizes[which], order
-        if layout in ("qkv", "conv-qkv", "gate-up"):
-            start = sum(list(sizes.values())[: list(sizes).index(which)])
-            pick = start + (np.arange(rows) if order is None else order)
-            rows = sum(sizes.values())
-        elif layout == "qkv-by-head":
+        """A linear map of `width` to sizes[which] that some families store together with the others of `sizes`."""
+        source = self._names[part]
+        if isinstance(source, str) or source.layout == "conv":
+            return self.linear(part, width, sizes[which], bias, order)
+        if source.layout == "qkv-by-head":
             heads = self._config.num_heads
-            pick = grouped(heads, 3, "qkv".index(which), rows // heads)
-            pick = pick if order is None else pick[order]
-            rows = sum(sizes.values())
-        by_column = layout.startswith("conv")
-        shape = (width, rows) if by_column else (rows, width)
-        yield TensorName(
-            f"{part}.weight", (f"{name}.weight",), shape, not by_column, pick=pick, pick_axis=int(by_column)
-        )
+            pick = grouped(heads, 3, "qkv".index(which), sizes[which] // heads)
+        else:
+            assert source.layout in ("qkv", "conv-qkv", "gate-up"), source
+            kinds = list(sizes)
+            start = sum(sizes[kind] for kind in kinds[: kinds.index(which)])
+            pick = start + np.arange(sizes[which])
+        pick = pick if order is None else pick[order]
+        return self._map(part, source.name, width, sum(sizes.values()), bias, pick, source.layout == "conv-qkv")
+
+    @staticmethod
+    def _map(
+        part: str, name: str, width: int, rows: int, bias: bool, pick: NDArray[np.int64] | None, by_column: bool
+    ) -> Iterator[TensorName]:
+        """Weight and bias of `rows` stored rows, or columns, of which the decoder takes those that are picked."""
+        shape, axis = ((width, rows), 1) if by_column else ((rows, width), 0)
+        yield TensorName(f"{part}.weight", (f"{name}.weight",), shape, not by_column, pick=pick, pick_axis=axis)
         if bias:
             yield TensorName(f"{part}.bias", (f"{name}.bias",), (rows,), pick=pick)
 

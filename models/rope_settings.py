@@ -8,34 +8,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from rollkv.models.config import ROPE_TYPES, CheckpointError, RopeConfig
+from rollkv.models.setting_values import MAX_POSITIONS
 
-MAX_POSITIONS = 2**24  # float32 skips whole numbers above, and no model is near
 KINDS = ("full_attention", "sliding_attention")  # of layers, where the rotary embedding hangs on it
 
 _ORIGINAL = "original_max_position_embeddings"
 _ALIASES = {"su": "longrope", "mrope": "default"}
-# What each type reads. A positive number that must be there; one that may be; anything else.
-_REQUIRED: Mapping[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
-_OPTIONAL: Mapping[str, tuple[str, ...]] = {
-    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow"),
-    "longrope": ("factor", "attention_factor"),
-    "proportional": ("factor",),
-}
-_OTHER: Mapping[str, tuple[str, ...]] = {
-    "default": (_ORIGINAL,),  # the length of a query scale; else it says nothing
-    "llama3": (_ORIGINAL,),
-    "yarn": (_ORIGINAL, "mscale", "mscale_all_dim", "truncate"),
-    "longrope": (_ORIGINAL, "short_factor", "long_factor"),
-}
 _ANY_TYPE = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
 _HARMLESS = ("rope_type", "type", "finetuned", "max_position_embeddings")
 
@@ -112,118 +95,56 @@ def read_rope(
     kind = _type(settings)
     if kind not in ROPE_TYPES:
         raise CheckpointError(f"{where}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    required, optional = _REQUIRED.get(kind, ()), _OPTIONAL.get(kind, ())
+    own = _TYPES[kind]
     for key, value in settings.items():
-        known = key in required + optional + _OTHER.get(kind, ()) + _ANY_TYPE + _HARMLESS
+        known = key in own.required + own.optional + own.other + _ANY_TYPE + _HARMLESS
         if not known and value is not None:
             raise CheckpointError(
                 f"{where}: rope setting {key!r} = {_shown(value)} is not understood for rope type {kind!r}"
             )
-    numbers = {key: given.positive(key) for key in required + ("rope_theta",)}
-    numbers.update({key: given.positive(key) for key in optional if settings.get(key) is not None})
-    theta, factor = numbers["rope_theta"], numbers.get("factor")
+    numbers = {key: given.positive(key) for key in own.required + ("rope_theta",)}
+    numbers.update({key: given.positive(key) for key in own.optional if settings.get(key) is not None})
     if kind == "proportional":
         rotary_dim = head_dim
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise CheckpointError(f"{where}: rotary dimension {rotary_dim} must be even, from 2 to head_dim {head_dim}")
-    if rotary_dim == 2 and kind == "dynamic":
-        raise CheckpointError(f"{where}: rotary dimension 2; rope type 'dynamic' needs more")
     part = given.part(head_dim, None if kind == "proportional" else rotary_dim)
     sections = given.sections(rotary_dim // 2, needed=settings.get("rope_type", settings.get("type")) == "mrope")
-
-    original: int | None = None
-    scaling, positions = 1.0, max_position
-    extra: dict[str, Any] = {}
-    if kind == "llama3":
-        original = given.length()
-        if numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
-            raise CheckpointError(
-                f"{where}: rope setting 'high_freq_factor' {numbers['high_freq_factor']} must be above"
-                f" 'low_freq_factor' {numbers['low_freq_factor']}"
-            )
-    elif kind == "dynamic":
-        original = max_position
-    elif kind == "longrope":
-        original = given.length()
-        scaling = _longrope_scaling(numbers, max_position, original)
-        extra = {key: given.factors(key, rotary_dim // 2) for key in ("short_factor", "long_factor")}
-        factor = None  # it is in the scaling
-    elif kind == "yarn":
-        original = given.length(None if factor is None else max_position)
-        factor = max_position / original if factor is None else factor
-        scaling = _yarn_scaling(numbers, given, factor)
-        extra = {
-            "beta_fast": numbers.get("beta_fast", 32.0),
-            "beta_slow": numbers.get("beta_slow", 1.0),
-            "truncate": given.flag("truncate", True),
-        }
-        if theta == 1:
-            raise CheckpointError(f"{where}: rope setting 'rope_theta' is 1; rope type 'yarn' needs another")
-    elif kind == "proportional":
-        extra = {"rotated_pairs": int(part * head_dim // 2)}
-    if kind in ("dynamic", "yarn"):
-        assert factor is not None
-        assert original is not None
-        if factor * original > MAX_POSITIONS:
-            raise CheckpointError(
-                f"{where}: rope setting 'factor' {factor} times {original} positions, allowed: up to {MAX_POSITIONS}"
-            )
-        positions = max(max_position, int(factor * original))
-
-    query_scale = None
-    beta = given.weight("llama_4_scaling_beta")
-    if beta:
-        query_scale = (beta, given.length(None if kind == "dynamic" else original))
-        if sections is not None:
-            raise CheckpointError(
-                f"{where}: rope settings 'mrope_section' and 'llama_4_scaling_beta' do not go together"
-            )
-    config = RopeConfig(
+    rope = RopeConfig(
         name=name,
         type=kind,
-        theta=theta,
+        theta=numbers["rope_theta"],
         rotary_dim=rotary_dim,
         interleaved=interleaved,
         sections=sections,
-        attention_scaling=scaling,
-        query_scale=query_scale,
-        factor=factor,
-        low_freq_factor=numbers.get("low_freq_factor"),
-        high_freq_factor=numbers.get("high_freq_factor"),
-        original_max_position=original,
-        **extra,
+        **own.read(_Asked(given, numbers, rotary_dim, int(part * head_dim // 2), max_position)),
     )
-    return config, positions
+    positions = _extended(rope, max_position, where) if own.extends else max_position
+    beta = given.weight("llama_4_scaling_beta")
+    if not beta:
+        return rope, positions
+    length = given.length(None if kind == "dynamic" else rope.original_max_position)
+    if sections is not None:
+        raise CheckpointError(f"{where}: rope settings 'mrope_section' and 'llama_4_scaling_beta' do not go together")
+    return replace(rope, query_scale=(beta, length)), positions
+
+
+def _extended(rope: RopeConfig, max_position: int, where: str) -> int:
+    """Positions of a type that extends them: the whole part of factor times the original length, if that is more."""
+    factor, original = rope.factor, rope.original_max_position
+    assert factor is not None
+    assert original is not None
+    if factor * original > MAX_POSITIONS:
+        raise CheckpointError(
+            f"{where}: rope setting 'factor' {factor} times {original} positions, allowed: up to {MAX_POSITIONS}"
+        )
+    return max(max_position, int(factor * original))
 
 
 def _type(settings: Mapping[str, Any]) -> Any:
     """The rope type that is written there, under its present name."""
     kind = settings.get("rope_type", settings.get("type", "default"))
     return _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
-
-
-def _yarn_scaling(numbers: Mapping[str, float], given: _Settings, factor: float) -> float:
-    """Of cos and sin: 0.1 ln(factor) + 1 (Peng et al. 2023, arXiv:2309.00071).
-
-    `mscale` and `mscale_all_dim` together make it a quotient of two such terms, the logarithm of each weighted
-    (DeepSeek-V2); `attention_factor` goes before both. Of an mscale of 0 or alone nothing is taken, as in transformers.
-    """
-
-    def term(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    above, below = given.weight("mscale"), given.weight("mscale_all_dim")
-    if "attention_factor" in numbers:
-        return numbers["attention_factor"]
-    return term(above) / term(below) if above and below else term(1)
-
-
-def _longrope_scaling(numbers: Mapping[str, float], max_position: int, original: int) -> float:
-    """Of cos and sin: sqrt(1 + ln factor / ln original) (Ding et al. 2024, arXiv:2402.13753), or `attention_factor`."""
-    if "attention_factor" in numbers:
-        return numbers["attention_factor"]
-    factor = numbers.get("factor", max_position / original)
-    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
@@ -302,6 +223,120 @@ class _Settings:
         if value is None or not three or sum(value) != pairs:
             raise self.refuse("mrope_section", f"three positive integers with the sum {pairs}")
         return value[0], value[1], value[2]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the fields of one rope type are made of."""
+
+    given: _Settings
+    numbers: Mapping[str, float]  # the type's positive numbers that are there
+    rotary_dim: int
+    rotated_pairs: int  # by partial_rotary_factor
+    max_position: int
+
+    def refuse(self, said: str) -> CheckpointError:
+        return CheckpointError(f"{self.given.where}: {said}")
+
+
+def _default(asked: _Asked) -> dict[str, Any]:
+    return {}
+
+
+def _linear(asked: _Asked) -> dict[str, Any]:
+    return {"factor": asked.numbers["factor"]}
+
+
+def _dynamic(asked: _Asked) -> dict[str, Any]:
+    if asked.rotary_dim == 2:
+        raise asked.refuse("rotary dimension 2; rope type 'dynamic' needs more")
+    return {"factor": asked.numbers["factor"], "original_max_position": asked.max_position}
+
+
+def _llama3(asked: _Asked) -> dict[str, Any]:
+    original, high, low = asked.given.length(), asked.numbers["high_freq_factor"], asked.numbers["low_freq_factor"]
+    if high <= low:
+        raise asked.refuse(f"rope setting 'high_freq_factor' {high} must be above 'low_freq_factor' {low}")
+    fields = {"factor": asked.numbers["factor"], "low_freq_factor": low, "high_freq_factor": high}
+    return {**fields, "original_max_position": original}
+
+
+def _yarn(asked: _Asked) -> dict[str, Any]:
+    """Without a factor it is what lies between the lengths.
+
+    attention_scaling: 0.1 ln(factor) + 1 (Peng et al. 2023, arXiv:2309.00071). `mscale` and `mscale_all_dim` together
+    make it a quotient of two such terms, the logarithm of each weighted (DeepSeek-V2); `attention_factor` goes before
+    both. Of an mscale of 0 or alone nothing is taken, as in transformers.
+    """
+    given, numbers = asked.given, asked.numbers
+    original = given.length(asked.max_position if "factor" in numbers else None)
+    factor = numbers.get("factor", asked.max_position / original)
+
+    def term(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    above, below = given.weight("mscale"), given.weight("mscale_all_dim")
+    scaling = numbers.get("attention_factor", term(above) / term(below) if above and below else term(1))
+    fields = {
+        "attention_scaling": scaling,
+        "factor": factor,
+        "original_max_position": original,
+        "beta_fast": numbers.get("beta_fast", 32.0),
+        "beta_slow": numbers.get("beta_slow", 1.0),
+        "truncate": given.flag("truncate", True),
+    }
+    if numbers["rope_theta"] == 1:
+        raise asked.refuse("rope setting 'rope_theta' is 1; rope type 'yarn' needs another")
+    return fields
+
+
+def _longrope(asked: _Asked) -> dict[str, Any]:
+    """attention_scaling: sqrt(1 + ln factor / ln original) (Ding et al. 2024, arXiv:2402.13753), if not given."""
+    given, numbers = asked.given, asked.numbers
+    original = given.length()
+    factor = numbers.get("factor", asked.max_position / original)
+    scaling = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return {
+        "attention_scaling": numbers.get("attention_factor", scaling),
+        "original_max_position": original,
+        **{key: given.factors(key, asked.rotary_dim // 2) for key in ("short_factor", "long_factor")},
+    }
+
+
+def _proportional(asked: _Asked) -> dict[str, Any]:
+    return {"factor": asked.numbers.get("factor"), "rotated_pairs": asked.rotated_pairs}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Type:
+    """One rope type: how its fields are made, and which settings it has."""
+
+    read: Callable[[_Asked], dict[str, Any]]
+    required: tuple[str, ...] = ()  # positive numbers
+    optional: tuple[str, ...] = ()  # positive numbers that need not be there
+    other: tuple[str, ...] = ()
+    extends: bool = False  # the model has factor times the original length of positions, if that is more
+
+
+_TYPES: Mapping[str, _Type] = {
+    "default": _Type(read=_default, other=(_ORIGINAL,)),  # the length of a query scale; else it says nothing
+    "linear": _Type(read=_linear, required=("factor",)),
+    "dynamic": _Type(read=_dynamic, required=("factor",), extends=True),
+    "llama3": _Type(read=_llama3, required=("factor", "low_freq_factor", "high_freq_factor"), other=(_ORIGINAL,)),
+    "yarn": _Type(
+        read=_yarn,
+        optional=("factor", "attention_factor", "beta_fast", "beta_slow"),
+        other=(_ORIGINAL, "mscale", "mscale_all_dim", "truncate"),
+        extends=True,
+    ),
+    "longrope": _Type(
+        read=_longrope,
+        optional=("factor", "attention_factor"),
+        other=(_ORIGINAL, "short_factor", "long_factor"),
+    ),
+    "proportional": _Type(read=_proportional, optional=("factor",)),
+}
+assert tuple(_TYPES) == ROPE_TYPES
 
 
 def _shown(value: Any) -> str:

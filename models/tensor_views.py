@@ -1,7 +1,8 @@
 """Stored tensors seen another way: rows picked, parts joined, values moved, a low-rank update added, while they stream.
 
 Each view is a `StoredTensor` over others and reads what the asked rows need, when they are asked for. Where a view
-holds more than about that block, it says so. Knows no file format and no family.
+holds more than about that block, it says so. Shapes that do not fit are a fault of the caller, who has compared them
+with the config (`names.TensorName.assemble`, `lora.Lora.apply`): asserted. Knows no file format and no family.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollkv.models.config import CheckpointError
 from rollkv.models.tensors import StoredTensor
 
 Index = NDArray[np.integer]
@@ -26,7 +26,6 @@ class Picked:
 
     index: (n,) integers, which may repeat. Reading holds up to 4 times the block along axis 0; along axis 1 the whole
     width of the inner rows.
-    Raises CheckpointError: an axis or an index that the tensor does not have.
     """
 
     stored: StoredTensor
@@ -35,11 +34,10 @@ class Picked:
 
     def __post_init__(self) -> None:
         shape = self.stored.shape
-        if not self.axis < len(shape) <= 2:
-            raise CheckpointError(f"a tensor of shape {shape}: axis {self.axis} is picked of 1 or 2 axes only")
-        if len(self.index) and not 0 <= self.index.min() <= self.index.max() < shape[self.axis]:
-            what = ("rows", "columns")[self.axis]
-            raise CheckpointError(f"a tensor of shape {shape} has no {what} {self.index.min()} .. {self.index.max()}")
+        assert self.axis < len(shape) <= 2, f"axis {self.axis} of shape {shape}"
+        if len(self.index):
+            first, last = self.index.min(), self.index.max()
+            assert 0 <= first <= last < shape[self.axis], f"{first} .. {last} along axis {self.axis} of shape {shape}"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,19 +64,14 @@ class Picked:
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """Parts one behind the other along axis 0 or 1.
-
-    Raises CheckpointError: parts that differ in another axis.
-    """
+    """Parts one behind the other along axis 0 or 1; in the other axis they agree."""
 
     parts: tuple[StoredTensor, ...]
     axis: int = 0
 
     def __post_init__(self) -> None:
         shapes = [part.shape for part in self.parts]
-        if len({_resized(shape, self.axis, 0) for shape in shapes}) != 1:
-            kinds = ", ".join(map(str, sorted(set(shapes))))
-            raise CheckpointError(f"tensors of the shapes {kinds} cannot be joined along axis {self.axis}")
+        assert len({_resized(shape, self.axis, 0) for shape in shapes}) == 1, f"axis {self.axis} of {set(shapes)}"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -133,23 +126,6 @@ class Plus:
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled:
-    """Every value times a number, multiplied in float32."""
-
-    stored: StoredTensor
-    factor: float
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The inner shape."""
-        return self.stored.shape
-
-    def read(self, start: int, stop: int) -> Block:
-        """Rows start .. stop - 1."""
-        return self.stored.read(start, stop) * np.float32(self.factor)
-
-
-@dataclass(frozen=True, eq=False)
 class Flattened:
     """A tensor (E, R, ...) as (E * R, ...): the first two axes are one.
 
@@ -198,7 +174,6 @@ class LowRank:
 
     a: (r, in). b: (out, r). The update is summed in float64 and the sum rounded once, so that values hardly depend on
     how they are cut into blocks. Reading holds three times the block, and the smaller of a and b whole or both.
-    Raises CheckpointError: shapes that do not fit.
     """
 
     stored: StoredTensor
@@ -208,12 +183,11 @@ class LowRank:
     fan_in_fan_out: bool = False  # stored is (in, out): Conv1D, an embedding
 
     def __post_init__(self) -> None:
-        if not (len(self.a.shape) == len(self.b.shape) == 2 and self.a.shape[0] == self.b.shape[1]):
-            raise CheckpointError(f"A of shape {self.a.shape} and B of shape {self.b.shape} share no rank")
+        assert len(self.a.shape) == len(self.b.shape) == 2, (self.a.shape, self.b.shape)
+        assert self.a.shape[0] == self.b.shape[1], f"A of shape {self.a.shape}, B of shape {self.b.shape}"
         update = (self.b.shape[0], self.a.shape[1])
         update = update[::-1] if self.fan_in_fan_out else update
-        if update != self.stored.shape:
-            raise CheckpointError(f"an update of shape {update} does not fit a tensor of shape {self.stored.shape}")
+        assert update == self.stored.shape, f"an update of shape {update} for a tensor of shape {self.stored.shape}"
 
     @property
     def shape(self) -> tuple[int, ...]:

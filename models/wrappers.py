@@ -15,7 +15,8 @@ from typing import Any
 from rollkv.models.config import CheckpointError, DecoderConfig
 from rollkv.models.families import FAMILIES
 from rollkv.models.names import head_name, tensor_names
-from rollkv.models.settings import read_config, token_ids
+from rollkv.models.setting_values import token_ids
+from rollkv.models.settings import read_config
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl_text": _QWEN_TEXT,
     "qwen2_5_vl_text": _QWEN_TEXT,
 }
-_FAMILY_OF = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}  # text types that are a family by another name
+FAMILY_OF = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}  # text types that are a family by another name
 # Read here, or about the vision tower.
 _OUTER = frozenset(
     {"model_type", "text_config", "vision_config", "tie_word_embeddings", "bos_token_id", "eos_token_id"}
@@ -272,7 +273,7 @@ def _text_settings(wrapper: Wrapper, raw: Mapping[str, Any], where: str) -> tupl
         if key not in _UNREAD | wrapper.settings and (key, value) != ("pruned_heads", {})
     }
     defaults = TEXT_DEFAULTS.get(kind, {}) if known else {}
-    return {**defaults, **said, "model_type": _FAMILY_OF.get(kind, kind) if known else kind}, inside
+    return {**defaults, **said, "model_type": FAMILY_OF.get(kind, kind) if known else kind}, inside
 
 
 def _with_ids(text: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -64,6 +64,12 @@ def test_the_residual_scale_is_that_of_attention_and_mlp() -> None:
     close(made(X, **given)[0], by_hand("pre", made, given, 0.25))
 
 
+@pytest.mark.parametrize("order", [order for order in ORDERS if order != "pre"])
+def test_an_order_that_would_pass_over_a_residual_scale_takes_none(order: str) -> None:
+    with pytest.raises(AssertionError, match=f"no residual scale with order '{order}'"):
+        block(order, residual_scale=0.25)
+
+
 def test_every_order_that_a_config_may_name_has_a_class() -> None:
     assert set(BLOCKS) == set(ORDERS)
 
@@ -81,6 +87,6 @@ def test_a_query_scale_reaches_the_attention_and_a_layer_that_does_not_turn_has_
 
 def test_a_layer_has_experts_where_its_own_config_says_so() -> None:
     experts = ExpertsConfig(count=3, top_k=1, width=5, normalise=True)
-    cfg = config(layers=(*layers(None), *layers(None, experts=True)), experts=experts)
+    cfg = config(layers=(*layers(None), *layers(None, sparse=True)), experts=experts)
     dense, sparse = (BLOCKS["pre"](cfg, layer, "bskd").mlp for layer in cfg.layers)
     assert (type(dense), type(sparse)) == (MLP, Experts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,15 @@ def test_a_shared_expert_and_layers_without_experts_have_their_own_names() -> No
         made["layers.1.mlp.shared_gate.weight"], arrays[f"{place}.shared_expert_gate.weight"].T
     )
     assert made["layers.1.mlp.shared.up.weight"].shape == (H, 18)
+
+
+def test_a_shared_expert_with_biases_asks_for_its_own() -> None:
+    cfg = config("qwen2_moe", **MOE, head_dim=None, shared_expert_intermediate_size=18)
+    names = {name.decoder: name.stored for name in tensor_names(replace(cfg, biases=frozenset({"mlp"})))}
+    place = "model.layers.1.mlp.shared_expert"
+    for part in ("gate", "up", "down"):
+        for kind in ("weight", "bias"):
+            assert names[f"layers.1.mlp.shared.{part}.{kind}"] == (f"{place}.{part}_proj.{kind}",)
 
 
 # Values and rows that the decoder has otherwise

@@ -434,3 +434,15 @@ def test_scaled_positions_are_the_models_positions() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 256}
     assert read(rope_parameters=yarn).max_position == 1024
     assert read(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}).max_position == 256
+
+
+def test_gemma4_refuses_a_scale_of_queries_that_its_attention_does_not_apply() -> None:
+    full = {"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    ropes = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": full}
+    read(model_type="gemma4_text", rope_parameters=ropes)
+    full["llama_4_scaling_beta"] = 0.1
+    refused(
+        "rope_parameters.full_attention: llama_4_scaling_beta is 0.1; gemma4_text scales no queries",
+        model_type="gemma4_text",
+        rope_parameters=ropes,
+    )

@@ -221,8 +221,8 @@ def test_experts_are_read_with_their_width_and_the_layers_that_have_them(tmp_pat
 
     theirs, _ = saved(tmp_path, "qwen2_moe", **{key: experts[key] for key in experts if key != "model_type"})
     blocks = [type(layer.mlp).__name__ for layer in AutoModelForCausalLM.from_config(theirs).model.layers]
-    assert [layer.experts for layer in config.layers] == [name != "Qwen2MoeMLP" for name in blocks]
-    assert [layer.experts for layer in config.layers] == [False, True, False, False, False, True]
+    assert [layer.sparse for layer in config.layers] == [name != "Qwen2MoeMLP" for name in blocks]
+    assert [layer.sparse for layer in config.layers] == [False, True, False, False, False, True]
 
 
 def test_a_model_whose_layers_are_all_dense_has_no_experts() -> None:

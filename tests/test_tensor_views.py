@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
-from rollkv.models.config import CheckpointError
-from rollkv.models.tensor_views import Flattened, Joined, LowRank, Picked, Plus, Scaled, Swapped, grouped, half_order
+from rollkv.models.tensor_views import Flattened, Joined, LowRank, Picked, Plus, Stacked, Swapped, grouped, half_order
 from rollkv.models.tensors import StoredTensor
 
 RNG = np.random.default_rng(5)
@@ -89,16 +88,23 @@ def test_parts_are_joined_along_either_axis() -> None:
     assert_is(Joined(vectors), np.concatenate([part.array for part in vectors]))
 
 
+def test_vectors_are_the_rows_of_a_matrix() -> None:
+    vectors = (Held(5), Held(5), Held(5))
+    view, wanted = Stacked(vectors), np.stack([vector.array for vector in vectors])
+    assert view.shape == (3, 5)
+    for start, stop in ((0, 3), (1, 2), (2, 3)):
+        np.testing.assert_array_equal(view.read(start, stop), wanted[start:stop])
+
+
 def test_only_the_parts_that_a_range_touches_are_read() -> None:
     parts = (Held(3, 4), Held(5, 4), Held(7, 4))
     Joined(parts).read(4, 8)
     assert [part.reads for part in parts] == [[], [(1, 5)], []]
 
 
-def test_an_offset_and_a_factor_are_float32() -> None:
+def test_an_offset_is_float32() -> None:
     stored = Held(8, 3)
-    assert_is(Plus(stored, 1.0), stored.array + np.float32(1))
-    assert_is(Scaled(stored, 0.1), stored.array * np.float32(0.1))
+    assert_is(Plus(stored, 0.1), stored.array + np.float32(0.1))
 
 
 def test_a_stack_is_read_as_rows_one_item_after_the_other() -> None:
@@ -154,32 +160,20 @@ def test_grouped_takes_one_part_of_each_head() -> None:
         np.testing.assert_array_equal(fused.reshape(-1, 5)[index], fused[:, which].reshape(-1, 5))
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    for view, said in (
-        (lambda: Picked(Held(4, 3), np.array([0, 4])), "a tensor of shape (4, 3) has no rows 0 .. 4"),
-        (lambda: Picked(Held(4), np.array([-1, 2])), "a tensor of shape (4,) has no rows -1 .. 2"),
-        (
-            lambda: Picked(Held(4), np.array([0]), axis=1),
-            "a tensor of shape (4,): axis 1 is picked of 1 or 2 axes only",
-        ),
-        (
-            lambda: Picked(Held(4, 2, 2), np.array([0])),
-            "a tensor of shape (4, 2, 2): axis 0 is picked of 1 or 2 axes only",
-        ),
-        (lambda: Picked(Held(4, 2), np.array([2]), axis=1), "a tensor of shape (4, 2) has no columns 2 .. 2"),
-        (
-            lambda: Joined((Held(4, 3), Held(4, 2))),
-            "tensors of the shapes (4, 2), (4, 3) cannot be joined along axis 0",
-        ),
-        (
-            lambda: LowRank(Held(4, 4), Held(2, 4), Held(4, 3), 1.0),
-            "A of shape (2, 4) and B of shape (4, 3) share no rank",
-        ),
-        (
-            lambda: LowRank(Held(4, 5), Held(2, 4), Held(5, 2), 1.0),
-            "an update of shape (5, 4) does not fit a tensor of shape (4, 5)",
-        ),
-    ):
-        with pytest.raises(CheckpointError) as caught:
-            view()
-        assert str(caught.value) == said
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda: Picked(Held(4, 3), np.array([0, 4])),
+        lambda: Picked(Held(4), np.array([-1, 2])),
+        lambda: Picked(Held(4), np.array([0]), axis=1),
+        lambda: Picked(Held(4, 2, 2), np.array([0])),
+        lambda: Picked(Held(4, 2), np.array([2]), axis=1),
+        lambda: Joined((Held(4, 3), Held(4, 2))),
+        lambda: Joined((Held(4, 3), Held(5, 3)), axis=1),
+        lambda: LowRank(Held(4, 4), Held(2, 4), Held(4, 3), 1.0),
+        lambda: LowRank(Held(4, 5), Held(2, 4), Held(5, 2), 1.0),
+    ],
+)
+def test_shapes_that_do_not_fit_are_no_view(view: Callable[[], StoredTensor]) -> None:
+    with pytest.raises(AssertionError):
+        view()

@@ -106,7 +106,7 @@ FORMS = {
     "sliding-only": (config((7, 7)), options(max_kvcache_len=24, max_lm_input_len=4)),  # no full mask at all
     "two-ropes": (config(ropes=(ROPE, SLIDING), layers=MIXED), options()),
     "no-positions": (config(layers=layers(None, rope=None), ropes=()), options()),
-    "experts": (config(layers=(*layers(None), *layers(None, experts=True)), experts=EXPERTS), options()),
+    "experts": (config(layers=(*layers(None), *layers(None, sparse=True)), experts=EXPERTS), options()),
     "three-part": (config(ropes=(replace(ROPE, sections=(1, 1, 1)),), tied_head=True), options(input="embeds")),
 }
 
@@ -132,7 +132,7 @@ def test_the_traced_graph_gives_what_torch_gives_on_inputs_unlike_the_trace(name
 
 
 def test_stringing_layers_together_equals_tracing_the_whole_decoder() -> None:
-    kinds = (*MIXED, *layers(None, experts=True), *layers(5, rope="sliding"))
+    kinds = (*MIXED, *layers(None, sparse=True), *layers(5, rope="sliding"))
     cfg, opts = config(layers=kinds, ropes=(ROPE, SLIDING), experts=EXPERTS), options()
     decoder = random_decoder(cfg, opts)
     feeds = random_feeds(cfg, opts, 4, 0)
@@ -233,7 +233,7 @@ def test_layers_that_are_alike_are_traced_once(monkeypatch: pytest.MonkeyPatch) 
         {"intermediate_size": 10},
         {"rope": None},
         {"rope": "sliding"},
-        {"experts": True},
+        {"sparse": True},
     ],
 )
 def test_layers_that_differ_get_parts_of_their_own(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

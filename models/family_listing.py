@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rollkv.models.families import FAMILIES
 from rollkv.models.family import Family, Key, Source
-from rollkv.models.wrappers import WRAPPERS, Wrapper
+from rollkv.models.wrappers import FAMILY_OF, WRAPPERS, Wrapper
 
 # The class of transformers with whose random models the tests prove a family (docs/families.md has the errors).
 REFERENCES = {
@@ -71,8 +71,12 @@ _QK_NORMS = {
     "layer-head": "q/k layer norm",
     "layer-heads": "q/k layer norm, a weight for each head",
 }
-_TURNS = {"windowed": "no rotation without a window", "windowed-if-any": "no rotation in global layers",
-          "listed": "layers without rotation"}  # fmt: skip
+_TURNS = {
+    "windowed": "no rotation without a window",
+    "windowed-if-any": "no rotation in global layers",
+    "listed": "layers without rotation",
+}
+_BIASES = {"qkv": "q/k/v", "out": "out", "mlp": "MLP", "head": "head"}
 _FUSED = {
     "qkv": "fused qkv",
     "qkv-by-head": "fused qkv by head",
@@ -120,15 +124,18 @@ def _features(family: Family) -> Iterator[str]:
         yield _TURNS[family.turns]
     if family.rotary_factor != 1:
         yield "partial rotation"
+    elif "partial_rotary_factor" in family.settings:
+        yield "partial rotation on request"
     if family.interleaved:
         yield "interleaved rotation"
     if len(family.ropes) > 1:
         yield "two rotations"
     if family.windows != "none":
-        yield "sliding window" + (f", one layer in {family.pattern} without" if family.pattern else "")
+        asked = " on request" if "use_sliding_window" in family.settings else ""
+        yield f"sliding window{asked}" + (f", one layer in {family.pattern} without" if family.pattern else "")
     for name, text in (("attention_softcap", "attention softcap"), ("logit_softcap", "logit softcap")):
         if name in fields:
-            yield text
+            yield text + (" on request" if family.settings[fields[name].name] is None else "")
     scales = [name.partition("_")[0] for name in fields if name.endswith("_scale")]
     if scales:
         yield f"scales: {', '.join(scales)}"
@@ -137,10 +144,14 @@ def _features(family: Family) -> Iterator[str]:
     act = family.settings.get(family.keys.get("hidden_act", "hidden_act"))
     if act != "silu":
         yield {"relu2": "squared ReLU"}.get(str(act), "GELU")
-    if "experts" in fields:
-        yield "mixture of experts"
-    if family.finish is not None:
-        yield "embeddings for each layer, shared keys and values, two head sizes"
+    if family.experts is not None:
+        shared = "shared_expert_intermediate_size" in family.settings
+        yield "mixture of experts" + (" and one for every token" if shared else "")
+    for when, said in (("always", True), ("on request", False)):
+        parts = [_BIASES[name] for name, on in family.biases.items() if (on is True) is said]
+        if parts:
+            yield f"biases {when}: {', '.join(parts)}"
+    yield from family.notes
     yield from dict.fromkeys(
         _FUSED[source.layout]
         for source in family.names.values()
@@ -150,7 +161,8 @@ def _features(family: Family) -> Iterator[str]:
 
 def _wrapper_features(wrapper: Wrapper) -> Iterator[str]:
     """What decoder a vision-language model holds."""
-    yield f"text decoder {wrapper.text_type}" + ("" if wrapper.only else ", or another of the above")
+    family = FAMILY_OF.get(wrapper.text_type, wrapper.text_type)
+    yield f"text decoder {family}" + ("" if wrapper.only else ", or another of the above")
     if wrapper.three_part:
         yield "three-part rotation"
     images = "images with --input embeds"

@@ -11,7 +11,7 @@ from conftest import SHAPES
 from family_shapes import FAMILY_SHAPES
 
 from rollkv.models.families import FAMILIES
-from rollkv.models.family_table import REFERENCES, entries
+from rollkv.models.family_listing import REFERENCES, entries
 from rollkv.models.wrappers import WRAPPERS
 
 
@@ -42,10 +42,34 @@ def test_the_classes_are_those_of_transformers() -> None:
     known = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | {
         name: auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name] for name in WRAPPERS
     }
-    assert {name: known[name] for name in REFERENCES if name != "internlm3"} | {
-        "internlm3": "LlamaForCausalLM"  # which has no class of its own there
-    } == REFERENCES
+    known["internlm3"] = "LlamaForCausalLM"  # which has no class of its own there
+    assert {name: known[name] for name in REFERENCES} == REFERENCES
     assert REFERENCES.keys() == {*FAMILIES, *WRAPPERS}
+
+
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [
+        ("qwen2", {"biases always: q/k/v"}),
+        ("llama", {"biases on request: q/k/v, out, MLP"}),
+        ("gpt_neox", {"biases always: MLP", "biases on request: q/k/v, out"}),
+        ("qwen2_moe", {"mixture of experts and one for every token", "sliding window on request"}),
+        ("ministral3", {"query scale by position"}),
+        ("gemma4_text", {"two rotations", "two head sizes", "shared keys and values", "mixture of experts on request"}),
+        ("qwen2_vl", {"text decoder qwen2", "three-part rotation"}),
+        ("llava", {"text decoder llama, or another of the above"}),
+    ],
+)
+def test_what_is_special_to_a_model_is_listed(name: str, features: set[str]) -> None:
+    (entry,) = [entry for entry in entries() if entry.model_type == name]
+    assert features <= set(entry.features)
+
+
+def test_a_text_decoder_is_one_of_the_families() -> None:
+    texts = [entry.features[0] for entry in entries() if entry.model_type in WRAPPERS]
+    assert len(texts) == len(WRAPPERS)
+    for text in texts:
+        assert text.partition(",")[0].removeprefix("text decoder ") in FAMILIES, text
 
 
 @pytest.mark.parametrize("name", FAMILIES)
