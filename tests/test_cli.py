@@ -188,7 +188,8 @@ def test_export_refuses_what_is_no_model_or_not_whole(run: Run, source: Path, tm
 def test_export_as_json_is_one_object_on_stdout(run: Run, source: Path, tmp_path: Path) -> None:
     code, out, err = run("export", source, "-o", tmp_path / "b", *LENGTHS, "--json")
     assert code == 0
-    assert [line.partition(": ")[0] for line in err.splitlines()] == ["rollkv export"] * 3
+    steps = ["trace", "passes prefill", "passes decode", "hashes"]
+    assert err.splitlines() == [f"rollkv export: {step}" for step in steps]
     summary = json.loads(out)
     assert (summary["max_lm_input_len"], summary["chunk_size"], summary["max_kvcache_len"]) == (120, 8, 160)
     assert summary["bundle"] == str(tmp_path / "b")

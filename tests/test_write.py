@@ -290,7 +290,7 @@ def test_ctrl_c_leaves_the_previous_bundle_and_no_other_file(previous: Path, sou
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as running:  # fmt: skip
         assert running.stderr is not None
-        assert running.stderr.readline() == "rollkv export: trace prefill\n"
+        assert running.stderr.readline() == "rollkv export: trace\n"
         assert len(list(previous.parent.iterdir())) == 2
         time.sleep(0.3)
         running.send_signal(signal.SIGINT)
