@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rollkv.export.signature import ExportOptions
 from rollkv.export.trace import make_decoder
 from rollkv.models.checkpoint import Checkpoint, load_decoder
-from rollkv.models.config import DecoderConfig
+from rollkv.models.config import CheckpointError, DecoderConfig
 from rollkv.models.tensor_views import half_order
 from rollkv.models.wrappers import WRAPPERS
 from rollkv.runtime.align import pad_left
@@ -85,7 +85,11 @@ class Reference:
 
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute that transformers renames
-                adapted = PeftModel.from_pretrained(self._model, str(checkpoint.lora), torch_device="cpu")
+                try:
+                    adapted = PeftModel.from_pretrained(self._model, str(checkpoint.lora), torch_device="cpu")
+                except Exception as error:  # peft raises many kinds
+                    said = str(error).strip().splitlines()[0]
+                    raise CheckpointError(f"{checkpoint.lora}: peft cannot load this adapter: {said}") from error
             self._model = adapted.merge_and_unload().eval()
         if checkpoint.model_type in WRAPPERS and checkpoint.config.gemma4 is not None:
             # Gemma 4 puts the pad token's embedding where one of these stands; here every id is an ordinary token.

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollkv.models.config import CheckpointError, DecoderConfig
+from rollkv.models.families import FAMILIES
 from rollkv.models.hf_files import open_safetensors, read_json
 from rollkv.models.lora import Lora, open_lora
 from rollkv.models.names import PER_LAYER_TABLE, head_name, tensor_names, unread_names
@@ -230,6 +231,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         weights=_weights(config, file.tensors, "gguf", str(path)),
         text=file.text_files(),
         files=(path,),
+        image_attention=FAMILIES[config.family].image_attention,
     )
 
 

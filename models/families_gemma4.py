@@ -67,7 +67,11 @@ def _finish(config: DecoderConfig, got: Mapping[str, Any], where: str) -> Decode
         for window, kind, owner in zip(windows, map(_kind, windows), owners, strict=True)
     )
     width = _integer(got, "hidden_size_per_layer_input", where, 0)
-    _integer(got, "vocab_size_per_layer_input", where, 1)
+    rows = _integer(got, "vocab_size_per_layer_input", where, 1)
+    if width and rows < config.vocab_size:
+        raise CheckpointError(
+            f"{where}: vocab_size_per_layer_input is {rows}, below vocab_size {config.vocab_size}: ids without a row"
+        )
     return replace(
         config,
         layers=layers,

@@ -208,6 +208,7 @@ ROWS = (
         fixed={
             "use_qk_norm": False,
             "order_of_interleaved_layers": "local_attn_first",
+            "layer_switch": 4,  # the pattern, which sliding_window_pattern says
             "position_embedding_type": "rope_gptj",
             "rotary_pct": 1.0,
             "use_parallel_block": True,

@@ -57,6 +57,7 @@ ROWS = (
     ),
     Family(
         model_type="gemma3_text",
+        image_attention="bidirectional",
         settings={
             **_GEMMA_SETTINGS,
             "sliding_window_pattern": 6,

@@ -80,6 +80,7 @@ class Family:
     names: Mapping[str, str | Source] = field(default_factory=dict)  # part -> tensor, where it is not llama's
     gguf: Mapping[str, str | Source] | None = None  # the same for GGUF files; None: not read from them
     norm_plus: float = 0.0  # the checkpoint's norm weights lack this
+    image_attention: str = "causal"  # see Manifest.image_attention; of a text half that does not say whose it is
     finish: Callable[[DecoderConfig, Mapping[str, Any], str], DecoderConfig] | None = None  # what no row can say
     prefix: str = ""  # that published checkpoints leave out of every name
     notes: tuple[str, ...] = ()  # features that no other field tells, for `rollkv families`

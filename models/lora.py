@@ -26,12 +26,13 @@ _TIED = ("embed_tokens", "lm_head")
 
 _READ = frozenset(
     ["r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "target_modules",
-     "modules_to_save", "peft_type", "task_type", "init_lora_weights"]
+     "modules_to_save", "peft_type", "task_type", "init_lora_weights", "exclude_modules", "layers_pattern",
+     "layers_to_transform"]
 )  # fmt: skip
 # About training, about what was chosen (the file's tensors say that), or about the start of A and B.
 _HARMLESS = frozenset(
     ["auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config",
-     "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
+     "inference_mode", "loftq_config", "lora_dropout",
      "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config"]
 )  # fmt: skip
 # Ways to start A and B that leave the base's weights alone.
@@ -201,6 +202,11 @@ def _factors(module: str, parts: Mapping[str, StoredTensor], config: Mapping[str
     (_, a), (_, b) = sorted(parts.items())
     if not _targeted(module, config["target_modules"], folder):
         raise CheckpointError(f"{where} is in the file, but not among target_modules of {CONFIG_FILE}")
+    excluded = config.get("exclude_modules")
+    if excluded and _targeted(module, excluded, folder):
+        raise CheckpointError(f"{where} is in the file, and among exclude_modules of {CONFIG_FILE}")
+    if not _in_layers(module, config, folder):
+        raise CheckpointError(f"{where} is in the file, but not in layers_to_transform of {CONFIG_FILE}")
     rank = _value(config, "r", "rank_pattern", module, folder)
     alpha = _value(config, "lora_alpha", "alpha_pattern", module, folder)
     if not (len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1] == rank):
@@ -221,6 +227,17 @@ def _targeted(module: str, targets: str | list[str], folder: Path) -> bool:
     return any(f".{module}".endswith(f".{name}") for name in targets)
 
 
+def _in_layers(module: str, config: Mapping[str, Any], folder: Path) -> bool:
+    """Whether a module is in layers_to_transform, if there are any; its layer is the first number in its path."""
+    chosen, patterns = config.get("layers_to_transform"), config.get("layers_pattern") or r"[^.]*"
+    if chosen is None or chosen == []:
+        return True
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        if found := _compiled(rf".*?\.(?:{pattern})\.(\d+)\.", "layers_pattern", folder).match(module):
+            return int(found[1]) in (chosen if isinstance(chosen, list) else [chosen])
+    return False
+
+
 def _value(config: Mapping[str, Any], key: str, patterns: str, module: str, folder: Path) -> float:
     """r or lora_alpha of a module: of the first pattern that matches the end of its path, else the general one."""
     value = config.get(key)
@@ -235,7 +252,11 @@ def _value(config: Mapping[str, Any], key: str, patterns: str, module: str, fold
 
 
 def _matches(pattern: str, module: str, key: str, folder: Path) -> bool:
+    return _compiled(pattern, key, folder).fullmatch(module) is not None
+
+
+def _compiled(pattern: str, key: str, folder: Path) -> re.Pattern[str]:
     try:
-        return re.fullmatch(pattern, module) is not None
+        return re.compile(pattern)
     except re.error as error:
         raise CheckpointError(f"{folder / CONFIG_FILE}: {key} {pattern!r} is no pattern: {error}") from None

@@ -249,7 +249,9 @@ def _image_attention(wrapper: Wrapper | None, text: Mapping[str, Any]) -> str:
     """How the tokens of one image see each other. text: settings that the family's row has let through."""
     if wrapper is not None and wrapper.image_attention is not None:
         return wrapper.image_attention
-    return "bidirectional" if text.get("use_bidirectional_attention") == "vision" else "causal"
+    if text.get("use_bidirectional_attention") == "vision":
+        return "bidirectional"
+    return FAMILIES[text["model_type"]].image_attention if wrapper is None else "causal"
 
 
 def _text_settings(wrapper: Wrapper, raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], str]:

@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # before any test imports onnxruntime
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
+    # A core for each worker: threads of one that wait for each other would take the time of the other.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 from rollkv.runtime.bundle import Bundle, open_bundle
 

@@ -264,6 +264,10 @@ def overrides(**layers: Any) -> dict[str, Any]:
         ({"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1, must be an integer from 0"),
         ({"hidden_size_per_layer_input": "10"}, "hidden_size_per_layer_input is '10', must be an integer from 0"),
         ({"vocab_size_per_layer_input": 0}, "vocab_size_per_layer_input is 0, must be an integer from 1"),
+        (
+            {"vocab_size_per_layer_input": 210},
+            "vocab_size_per_layer_input is 210, below vocab_size 211",
+        ),
         ({"global_head_dim": None}, "global_head_dim is None, must be an integer from 1"),
         ({"global_head_dim": 15}, "rotary dimension 15 must be even"),
         ({"attention_k_eq_v": True, "num_global_key_value_heads": 4}, "is not a multiple of 4 key/value heads"),

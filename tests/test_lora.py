@@ -238,6 +238,26 @@ def test_a_setting_that_is_not_understood_is_named(base: Path, damaged: Path, se
     assert refused(base, damaged).startswith(f"adapter_config.json: {said}")
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"exclude_modules": ["q_proj"]}, f"{Q} is in the file, and among exclude_modules of adapter_config.json"),
+        ({"exclude_modules": ".*q_proj"}, f"{Q} is in the file, and among exclude_modules of adapter_config.json"),
+        ({"layers_to_transform": [1]}, f"{Q} is in the file, but not in layers_to_transform of adapter_config.json"),
+        ({"layers_to_transform": 0, "layers_pattern": "h"}, f"{Q} is in the file, but not in layers_to_transform of"),
+        ({"layers_to_transform": 0, "layers_pattern": "("}, "layers_pattern '.*?"),
+    ],
+)
+def test_a_module_that_peft_would_leave_alone_is_refused(base: Path, damaged: Path, settings: Any, said: str) -> None:
+    configure(damaged, **settings)
+    assert said in refused(base, damaged)
+
+
+def test_modules_that_settings_leave_in_are_merged(base: Path, damaged: Path) -> None:
+    configure(damaged, exclude_modules=["o_proj"], layers_to_transform=[0, 1], layers_pattern=["layers"])
+    open_checkpoint(str(base), lora=damaged)
+
+
 def renamed(old: str, new: str) -> Change:
     return lambda tensors: tensors.update({new: tensors.pop(old)})
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import export
+from family_shapes import make_family
 from proof import prove
 from vision_models import IMAGE, MODELS, PAD, change_config, features, image_inputs, load, some_ids
 
@@ -133,6 +134,15 @@ def test_other_models_show_the_text_decoder_a_causal_image(name: str, saved: Any
     assert open_checkpoint(str(saved(name).folder)).image_attention == "causal"
     for attention in attentions:
         assert not torch.triu(attention[0].sum(0), 1).any()
+
+
+def test_the_text_half_of_gemma_3_alone_refuses_an_image_too(tmp_path: Path) -> None:
+    """A GGUF file and a gemma3_text folder may be the half of a whole model: they do not say."""
+    source = make_family(tmp_path / "source", "gemma3")
+    session = Session(export(source, tmp_path / "bundle", input="embeds"))
+    with pytest.raises(PromptError, match="image"):
+        session.prefill(embeds=session.lookup([3, 4, 5]))
+    session.prefill([3, 4, 5])
 
 
 def test_gemma_4_takes_the_rows_of_each_layer_from_the_pad_token_where_an_image_is(saved: Any, bundle: Any) -> None:
