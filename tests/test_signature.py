@@ -224,3 +224,22 @@ def test_every_past_input_has_its_new_output() -> None:
     assert [past for past, _ in pairs] == [name for name in inputs if name.startswith("past_")]
     assert [new for _, new in pairs] == [name for name in outputs if name.startswith("new_")]
     assert all(past.removeprefix("past_") == new.removeprefix("new_") for past, new in pairs)
+
+
+def test_a_model_like_gemma_3_holds_three_tenths_of_the_cache() -> None:
+    settings = {
+        "model_type": "gemma3_text",
+        "vocab_size": 1000,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 24,  # one in six without a window
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 32768,
+        "sliding_window": 512,
+    }
+    config = read_config(settings, "config.json")
+    options = resolve(config, max_lm_input_len=4000, chunk_size=128, max_kvcache_len=4096)
+    lengths = [layer.kv_len for layer in layer_infos(config, options)]
+    assert lengths == ([512 - 1 + 128] * 5 + [4096]) * 4
+    assert round(sum(lengths) / (24 * 4096), 2) == 0.30
