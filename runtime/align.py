@@ -7,8 +7,10 @@ n real tokens, c rows of a run, P tokens that went through before, p pads, C key
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,30 +75,78 @@ def kept_ranges(
     """Which of n tokens a truncation to `limit` keeps, as ranges (start, stop): ids, embeds, positions are cut alike.
 
     how: "left" keeps the last `limit`; "middle" keeps the first `keep_head` and the tail; "none" cuts nothing.
-    protect: (start, stop) of tokens that must all be kept, such as an image's; "none" ignores it. keep_head is
-    limit // 4 if None, or `stop` where the protected tokens would be cut with that and fit with this.
-    Raises PromptError when "none" does not fit, keep_head is not in 0 .. limit - 1, or a protected token would be cut.
+    protect: (start, stop) of tokens that must all be kept, such as an image's. keep_head, if None, is limit // 4;
+    where protected tokens would be cut with that, the largest head below it that lets the tail hold them all, and if
+    there is none, `stop`.
+    Raises PromptError when "none" does not fit, keep_head is not in 0 .. limit - 1, protect is no span of the n tokens
+    (whether anything is cut or not), or a protected token would be cut.
     """
     if how not in ("none", "left", "middle"):
         raise PromptError(f"truncation {how!r} is unknown; allowed: none, left, middle")
-    if keep_head is not None and not 0 <= keep_head < limit:
+    if keep_head is not None and not 0 <= whole_number("keep_head", keep_head) < limit:
         raise PromptError(f"keep_head is {keep_head}, allowed: 0 .. {limit - 1}")
-    if protect is not None and how != "none" and not 0 <= protect[0] < protect[1]:
-        raise PromptError(f"protect is {protect[0]}:{protect[1]}, allowed: start:stop with 0 <= start < stop")
+    span = None if protect is None else read_span(protect, n)
     if n <= limit:
         return [(0, n)]
     if how == "none":
         raise PromptError(f"the prompt has {n} tokens, allowed are {limit}")
     head = 0 if how == "left" else limit // 4 if keep_head is None else keep_head
-    if protect is not None:
-        start, stop = protect
-        if stop > n:
-            raise PromptError(f"protect is {start}:{stop}, the prompt has {n} tokens")
-        if stop > head and start < n - (limit - head):  # neither inside the head nor inside the tail
-            if how == "left" or keep_head is not None or stop >= limit:
+    if span is not None:
+        start, stop = span
+        most = start - (n - limit)  # the largest head that leaves the span inside the tail, if not negative
+        if stop > head > most:  # neither inside the head nor inside the tail
+            if how == "left" or keep_head is not None or (most < 0 and stop >= limit):
                 raise PromptError(_cut_span(n, limit, how, head, start, stop))
-            head = stop  # above limit // 4, else the span were inside the head
+            head = most if most >= 0 else stop
     return [(0, head), (n - (limit - head), n)] if head else [(n - limit, n)]
+
+
+def read_span(protect: Any, n: int | None = None) -> tuple[int, int]:
+    """A span (start, stop) of protected tokens, checked; it must end within the n tokens of the prompt, if n is given.
+
+    Raises PromptError.
+    """
+    try:
+        start, stop = protect
+        if isinstance(protect, str | bytes):
+            raise TypeError
+        span = whole_number("protect", start), whole_number("protect", stop)
+    except (TypeError, ValueError):  # PromptError too
+        raise PromptError(f"protect is {_shown(protect)}, allowed: two whole numbers, start and stop") from None
+    if not 0 <= span[0] < span[1]:
+        raise PromptError(f"protect is {span[0]}:{span[1]}, allowed: start:stop with 0 <= start < stop")
+    if n is not None and span[1] > n:
+        raise PromptError(f"protect is {span[0]}:{span[1]}, the prompt has {n} tokens")
+    return span
+
+
+def check_protect(protect: Any, how: str, on_limit: str, n: int | None = None) -> tuple[int, int]:
+    """A span as `read_span` gives it, which the settings can guard: it holds against truncation alone.
+
+    Raises PromptError where nothing is truncated and the oldest tokens may be forgotten, protected or not.
+    """
+    span = read_span(protect, n)
+    if how == "none" and on_limit != "stop":
+        raise PromptError(
+            f"protect goes with truncation left or middle; without one, on_limit {on_limit} forgets those tokens too"
+        )
+    return span
+
+
+def whole_number(name: str, value: Any) -> int:
+    """An integer of Python or NumPy as int. Raises PromptError for anything else, a truth value too."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise PromptError(f"{name} is {_shown(value)}, allowed: a whole number") from None
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: one line, cut if it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _cut_span(n: int, limit: int, how: str, head: int, start: int, stop: int) -> str:

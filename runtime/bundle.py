@@ -1,7 +1,7 @@
 """A bundle on disk: reading its manifest, and the sizes and hashes of its files.
 
-The format belongs to this file and to `manifest.py`, whose names it gives out; the exporter writes with them. Knows
-nothing of ONNX or of what the graphs compute.
+The format belongs to this file and to `manifest.py`, whose names it gives out; the exporter writes with them. What the
+values must satisfy is in `manifest_checks.py`. Knows nothing of ONNX or of what the graphs compute.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from rollkv.runtime.manifest import (
     TableInfo,
     ValueInfo,
     WeightsInfo,
-    check_manifest,
 )
+from rollkv.runtime.manifest_checks import check_manifest
 
 __all__ = [
     "DTYPES",

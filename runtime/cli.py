@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -126,6 +127,7 @@ def _discard_output() -> None:
 
 def run_command(options: argparse.Namespace) -> int:
     """`rollkv run`."""
+    from rollkv.runtime.align import read_span
     from rollkv.runtime.text import Chat
 
     prompt = options.prompt if options.prompt_file is None else _read_prompt(options.prompt_file)
@@ -138,6 +140,8 @@ def run_command(options: argparse.Namespace) -> int:
         reply = chat.reply([{"role": "user", "content": prompt}], **generation)
     else:
         reply = chat.complete(prompt, **generation)
+    if options.protect is not None:
+        read_span(options.protect, reply.prompt_tokens)  # a conversation of one turn grows no further
     for piece in reply:
         print(piece, end="", flush=True)
     print()
@@ -206,31 +210,31 @@ def _add_generation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-new-tokens",
         metavar="N",
-        type=_number(int, 1),
+        type=_number(1),
         help="tokens to generate (default: 256, or what the cache has room for)",
     )
-    parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--temperature", metavar="T", type=_decimal, default=0.0, help="0 is greedy (default)")
     parser.add_argument(
-        "--top-k", metavar="K", type=int, default=0, help="sample from the K best only (default 0: off)"
+        "--top-k", metavar="K", type=_number(), default=0, help="sample from the K best only (default 0: off)"
     )
     parser.add_argument(
-        "--top-p", metavar="P", type=float, default=1.0, help="sample from the best that make up P (default 1: off)"
+        "--top-p", metavar="P", type=_decimal, default=1.0, help="sample from the best that make up P (default 1: off)"
     )
     parser.add_argument(
         "--min-p",
         metavar="P",
-        type=float,
+        type=_decimal,
         default=0.0,
         help="drop tokens below P times the best one's probability (default 0: off)",
     )
     parser.add_argument(
         "--repetition-penalty",
         metavar="R",
-        type=float,
+        type=_decimal,
         default=1.0,
         help="above 1 makes tokens that occurred less likely (default 1: off)",
     )
-    parser.add_argument("--seed", metavar="S", type=int, help="makes sampling repeatable")
+    parser.add_argument("--seed", metavar="S", type=_number(), help="makes sampling repeatable")
     parser.add_argument(
         "--truncate",
         choices=("none", "left", "middle"),
@@ -240,14 +244,15 @@ def _add_generation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-head",
         metavar="N",
-        type=_number(int, 0),
-        help="tokens that --truncate middle keeps at the head (default L // 4, or more for --protect)",
+        type=_number(0),
+        help="tokens that --truncate middle keeps at the head (default L // 4, or what --protect needs)",
     )
     parser.add_argument(
         "--protect",
         metavar="A:B",
         type=_span,
-        help="tokens A .. B - 1 of the prompt that truncation must keep; it is refused where it cannot",
+        help="tokens A .. B - 1 of the prompt that truncation must keep; it is refused where it cannot. "
+        "--on-limit roll may forget them later",
     )
     parser.add_argument(
         "--on-limit",
@@ -258,7 +263,7 @@ def _add_generation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads",
         metavar="N",
-        type=_number(int, 1, 256),
+        type=_number(1, 256),
         help="threads of ONNX Runtime (default: the cores of this process)",
     )
     parser.add_argument(
@@ -268,10 +273,12 @@ def _add_generation(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _number(kind: Callable[[str], int], least: int, most: int | None = None) -> Callable[[str], int]:
+def _number(least: int | None = None, most: int | None = None) -> Callable[[str], int]:
     def read(text: str) -> int:
-        value = kind(text)
-        if value < least:
+        if not re.fullmatch("[+-]?[0-9]+", text):  # int() takes digits of any script
+            raise ValueError
+        value = int(text)
+        if least is not None and value < least:
             raise argparse.ArgumentTypeError(f"{text} is less than {least}")
         if most is not None and value > most:
             raise argparse.ArgumentTypeError(f"{text} is more than {most}")
@@ -281,11 +288,20 @@ def _number(kind: Callable[[str], int], least: int, most: int | None = None) -> 
     return read
 
 
+def _decimal(text: str) -> float:
+    if not text.isascii() or "_" in text:
+        raise ValueError
+    return float(text)
+
+
+_decimal.__name__ = "float"  # what argparse calls it
+
+
 def _span(text: str) -> tuple[int, int]:
-    start, _, stop = text.partition(":")
-    if not (start.isdecimal() and stop.isdecimal() and int(start) < int(stop)):
+    found = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text)
+    if found is None or int(found[1]) >= int(found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is no span; allowed: A:B, whole numbers with A < B")
-    return int(start), int(stop)
+    return int(found[1]), int(found[2])
 
 
 def _generation_options(options: argparse.Namespace) -> dict[str, Any]:

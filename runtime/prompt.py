@@ -79,7 +79,7 @@ def read_prompt(
 def _read_ids(m: Manifest, ids: Sequence[int]) -> list[int]:
     try:
         known = [operator.index(i) for i in ids]
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):  # the last two: tensors of other libraries
         raise PromptError(f"token ids must be whole numbers, got {type(ids).__name__} {str(ids)[:40]!r}") from None
     most = m.vocab_size if m.per_layer_embedding is None else m.per_layer_embedding.shape[0]
     for index, token in enumerate(known):
@@ -100,7 +100,9 @@ def _read_embeds(m: Manifest, embeds: ArrayLike) -> NDArray[np.floating]:
     dtype = next((value.dtype for value in m.graphs[0].inputs if value.role == "embeds"), None)
     if dtype is None:
         raise PromptError("embeds are given, but the graphs of this bundle take ids; export with --input embeds")
-    return _finite(_array("embeds", embeds, np.floating, f"(n, {m.hidden_size}) floats"), m.hidden_size, dtype)
+    return _finite(
+        _array("embeds", embeds, np.floating, f"(n, {m.hidden_size}) floats", "float32"), m.hidden_size, dtype
+    )
 
 
 def _finite(array: NDArray[Any], width: int, dtype: DTypeLike) -> NDArray[np.floating]:
@@ -119,7 +121,7 @@ def _finite(array: NDArray[Any], width: int, dtype: DTypeLike) -> NDArray[np.flo
 def _read_positions(m: Manifest, positions: ArrayLike, n: int) -> NDArray[np.int64]:
     if not m.three_part:
         raise PromptError("positions are given, but the rotary positions of this bundle have one part and count tokens")
-    array = _array("positions", positions, np.integer, f"(3, {n}) whole numbers")
+    array = _array("positions", positions, np.integer, f"(3, {n}) whole numbers", "int64")
     if array.shape != (3, n):
         raise PromptError(f"positions have shape {array.shape}, allowed: (3, {n})")
     if array.min() < 0:
@@ -129,11 +131,16 @@ def _read_positions(m: Manifest, positions: ArrayLike, n: int) -> NDArray[np.int
     return array.astype(np.int64)
 
 
-def _array(name: str, value: ArrayLike, kind: Any, allowed: str) -> NDArray[Any]:
+def _array(name: str, value: ArrayLike, kind: Any, allowed: str, dtype: str) -> NDArray[Any]:
+    """value as NumPy reads it. dtype: what a caller whose values NumPy cannot read may convert them to."""
     try:
         array = np.asarray(value)
-    except ValueError:  # rows of different lengths
-        raise PromptError(f"{name} are no array; allowed: {allowed}") from None
+    except Exception as error:  # rows of different lengths; a tensor of bfloat16, with gradients, of another device
+        why = " ".join(str(error).split())[:120]
+        raise PromptError(
+            f"{name} are no array; allowed: {allowed}. NumPy cannot read {type(value).__name__}: {why}. Convert a "
+            f"tensor to {dtype} on the CPU first, without gradients"
+        ) from None
     if not np.issubdtype(array.dtype, kind):
-        raise PromptError(f"{name} have type {array.dtype}; allowed: {allowed}")
+        raise PromptError(f"{name} have type {array.dtype}; allowed: {allowed}; convert them to {dtype}")
     return array

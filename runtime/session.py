@@ -16,7 +16,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rollkv.runtime.align import LimitError, PromptError, Run, kept_ranges, plan_runs, run_positions
+from rollkv.runtime.align import (
+    LimitError,
+    PromptError,
+    Run,
+    check_protect,
+    kept_ranges,
+    plan_runs,
+    run_positions,
+    whole_number,
+)
 from rollkv.runtime.backend import Array, Backend, OrtBackend
 from rollkv.runtime.bundle import SLOT_AXES, Bundle, GraphInfo, Manifest, open_bundle
 from rollkv.runtime.cache import RollingBuffer, default_slack
@@ -117,10 +126,11 @@ class Session:
         positions: (3, n), the rotary positions of the new tokens in a bundle of three-part positions, see
         `align.three_part_positions`; later tokens go on after the largest. None: the next ones, the same on all three.
         truncate, keep_head, protect: what to do with more than L tokens, see `align.kept_ranges`; a warning says what
-        was cut. on_limit: "stop" refuses to forget a token, "roll" forgets the oldest.
+        was cut. on_limit: "stop" refuses to forget a token, "roll" forgets the oldest, protected or not; so without a
+        truncation it does not go with protect.
         Raises PromptError: no token, an id outside of the vocabulary, more than L tokens without a truncation, and as
-        `prompt.read_prompt`. Raises LimitError: the tokens do not fit and on_limit is "stop", or the model has no such
-        position.
+        `align.kept_ranges` and `prompt.read_prompt`. Raises LimitError: the tokens do not fit and on_limit is "stop",
+        or the model has no such position.
         """
         prompt = read_prompt(self.manifest, ids, embeds, positions)
         kept, cut = self._admit(prompt, truncate, keep_head, protect, on_limit)
@@ -152,7 +162,7 @@ class Session:
         max_new_tokens: at most 256 by default. The prompt is checked now (raises as `prefill`), and runs when the
         first token is asked for.
         """
-        if max_new_tokens is not None and max_new_tokens < 1:
+        if max_new_tokens is not None and whole_number("max_new_tokens", max_new_tokens) < 1:
             raise PromptError(f"max_new_tokens is {max_new_tokens}, must be at least 1")
         prompt = read_prompt(self.manifest, ids, embeds, positions)
         kept, cut = self._admit(prompt, truncate, keep_head, protect, on_limit)
@@ -172,12 +182,16 @@ class Session:
         m, n = self.manifest, len(prompt)
         if on_limit not in ON_LIMIT:
             raise PromptError(f"on_limit {on_limit!r} is unknown; allowed: {', '.join(ON_LIMIT)}")
+        if protect is not None:
+            check_protect(protect, how, on_limit, n)
         if how == "none" and n > m.max_lm_input_len and on_limit == "stop":
             raise PromptError(
                 f"the prompt has {n} tokens, more than L = {m.max_lm_input_len} (C = {m.max_kvcache_len}); "
                 "choose a truncation (left, middle), on-limit roll, or export with a larger -L"
             )
         limit = n if how == "none" else m.max_lm_input_len
+        if keep_head is not None:
+            whole_number("keep_head", keep_head)
         ranges = kept_ranges(n, limit, how, keep_head if how != "none" else None, protect)
         kept = prompt if ranges == [(0, n)] else prompt.keep(ranges)
         past, new = self.position, len(kept)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollkv.runtime.align import check_protect
 from rollkv.runtime.sampling import SamplingOptions
 from rollkv.runtime.template import ChatTemplate, TextError, check_text
 
@@ -320,7 +321,8 @@ class Chat:
     Every call gives the whole conversation or prompt. What the session has already seen of it is not run again: if
     the session's tokens are a proper prefix of the new ids only the rest is sent, otherwise the session is reset. (The
     last token of an answer was never fed back, so it is part of the rest.) `options` are those of the session's
-    `generate`; a span in `protect` counts tokens of the whole conversation or prompt.
+    `generate`; a span in `protect` counts tokens of the whole conversation or prompt. A conversation may be shorter
+    than the span: what it has not reached is not protected yet.
     """
 
     def __init__(self, session: TokenSession) -> None:
@@ -331,26 +333,35 @@ class Chat:
         """The assistant's next answer to `messages`, each with a role and a content.
 
         Raises `TextError` at once, before anything runs: as `Tokenizer.render` does, for an empty prompt, and for
-        a conversation longer than L when neither a truncation nor a limit policy that forgets is chosen.
+        a conversation longer than L when neither a truncation nor a limit policy that forgets is chosen. Raises
+        `PromptError` at once as `align.check_protect` does.
         """
-        return self._start("the conversation", self.tokenizer.chat_ids(messages), self.tokenizer.stream(), options)
+        ids = self.tokenizer.chat_ids(messages)
+        return self._start("the conversation", ids, self.tokenizer.stream(), options, grows=True)
 
     def complete(self, prompt: str, **options: Any) -> Reply:
-        """What follows `prompt`, without a chat template: prompt and pieces joined are one text. Raises as `reply`."""
-        ids = self.tokenizer.encode(prompt)
-        return self._start("the prompt", ids, self.tokenizer.stream(context=ids), options)
+        """What follows `prompt`, without a chat template: prompt and pieces joined are one text.
 
-    def _start(self, what: str, ids: list[int], stream: TextStream, options: Mapping[str, Any]) -> Reply:
+        Raises as `reply`, and `PromptError` for a protected span that does not lie in the prompt.
+        """
+        ids = self.tokenizer.encode(prompt)
+        return self._start("the prompt", ids, self.tokenizer.stream(context=ids), options, grows=False)
+
+    def _start(self, what: str, ids: list[int], stream: TextStream, options: Mapping[str, Any], grows: bool) -> Reply:
         if not ids:
             raise TextError("empty prompt: it has no tokens; allowed: at least one")
         limit, slots = self.session.manifest.max_lm_input_len, self.session.manifest.max_kvcache_len
-        truncates = options.get("truncate", "none") != "none"
-        if len(ids) > limit and not truncates and options.get("on_limit", "stop") == "stop":
+        how, on_limit = options.get("truncate", "none"), options.get("on_limit", "stop")
+        if len(ids) > limit and how == "none" and on_limit == "stop":
             raise TextError(
                 f"{what} has {len(ids)} tokens; allowed: at most L = {limit} (C = {slots} cache slots), "
                 "unless --truncate left or middle, or --on-limit roll, is given"
             )
-        start_anew = len(ids) > limit and truncates
-        if not start_anew:  # nothing is cut, and after a known prefix the span would count from another token
-            options = {name: value for name, value in options.items() if name != "protect"}
+        start_anew = len(ids) > limit and how != "none"
+        protect = options.get("protect")
+        if protect is not None:
+            start, stop = check_protect(protect, how, on_limit, None if grows else len(ids))
+            # If nothing is cut only the rest may be sent, and the span would count from another token.
+            reached = (start, min(stop, len(ids))) if start_anew and start < len(ids) else None
+            options = {**options, "protect": reached}
         return Reply(self.session, ids, stream, options, start_anew)

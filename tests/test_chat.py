@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from toy_tokenizers import CHATML, CONFIG, byte_level, templated, with_byte_tokens, write
 
+from rollkv.runtime.align import PromptError
 from rollkv.runtime.text import Chat, Reply, TextError, Tokenizer
 
 
@@ -186,6 +187,35 @@ def test_with_truncation_a_conversation_that_is_too_long_is_sent_whole_to_a_rese
     list(reply)
     assert session.calls == ["reset", (ids, {"truncate": "left"})]
     assert (reply.truncated, reply.prompt_tokens) == (5, len(ids))
+
+
+def test_a_span_is_passed_on_once_something_is_cut_as_far_as_the_prompt_reaches(
+    session: FakeSession, tokenizer: Tokenizer
+) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    n = len(tokenizer.chat_ids(messages))
+    for limit, span, passed in (
+        (n, (1, n + 9), None),
+        (n - 2, (1, n + 9), (1, n)),
+        (n - 2, (1, n - 3), (1, n - 3)),
+        (n - 2, (n, n + 9), None),
+    ):
+        session.manifest.max_lm_input_len = limit
+        list(Chat(session).reply(messages, truncate="left", protect=span))
+        assert session.calls[-1][1]["protect"] == passed
+
+
+def test_a_wrong_span_is_refused_before_anything_runs(session: FakeSession, tokenizer: Tokenizer) -> None:
+    chat, messages = Chat(session), [{"role": "user", "content": "hello"}]
+    for span, said in (((1,), r"protect is \(1,\), allowed"), ((2, 2), "protect is 2:2, allowed: start:stop")):
+        with pytest.raises(PromptError, match=said):
+            chat.reply(messages, truncate="left", protect=span)
+    with pytest.raises(PromptError, match="protect goes with truncation left or middle; without one, on_limit roll"):
+        chat.reply(messages, protect=(1, 3), on_limit="roll")
+    n = len(tokenizer.encode("hello"))
+    with pytest.raises(PromptError, match=f"protect is 0:{n + 1}, the prompt has {n} tokens"):
+        chat.complete("hello", truncate="left", protect=(0, n + 1))
+    assert session.calls == []
 
 
 def test_a_limit_policy_that_forgets_goes_on_where_the_session_is(session: FakeSession) -> None:

@@ -82,10 +82,79 @@ def test_a_protected_span_that_would_be_cut_is_a_user_error(run: Run, made: Bund
     assert user_error(run(*prompt)) == "--protect goes with --truncate left or middle"
 
 
-@pytest.mark.parametrize("span", ["7", "7:", ":7", "7:7", "9:7", "-1:3", "a:b", "1:2:3", ""])
+@pytest.mark.parametrize(
+    "span",
+    [
+        "7",
+        "7:",
+        ":7",
+        "7:7",
+        "9:7",
+        "-1:3",
+        "a:b",
+        "1:2:3",
+        "",
+        "１:５",
+        "1:٥",
+        "²:5",
+        "+1:5",
+        "1_0:20",
+        " 1:5",
+        "1:5\n",
+        "1:" + "9" * 5000,
+    ],
+)
 def test_what_is_no_span_is_a_user_error(run: Run, made: Bundle, span: str) -> None:
     said = user_error(run("run", made.path, "--prompt", "1", "--truncate", "left", f"--protect={span}"))
     assert said.startswith(f"argument --protect: {span!r} is no span; allowed: A:B, whole numbers with A < B")
+
+
+@pytest.mark.parametrize("flags", [[], ["--chat"]])
+@pytest.mark.parametrize("truncate", ["left", "middle"])
+@pytest.mark.parametrize("n", [3, 12, 18])
+def test_a_span_that_does_not_lie_in_the_prompt_is_a_user_error(
+    run: Run, made: Bundle, flags: list[str], truncate: str, n: int
+) -> None:
+    span = ["--truncate", truncate, "--protect", f"1:{n + 1}"]
+    said = user_error(run("run", made.path, "--prompt", words(range(1, n + 1)), *span, *flags))
+    assert said == f"protect is 1:{n + 1}, the prompt has {n} tokens"
+
+
+def test_a_span_without_truncation_is_a_user_error_with_a_limit_policy_too(run: Run, made: Bundle) -> None:
+    command = ["run", made.path, "--prompt", "1 2 3", "--protect", "1:2", "--on-limit", "roll"]
+    assert user_error(run(*command)) == "--protect goes with --truncate left or middle"
+    assert run(*command, "--truncate", "left", "--max-new-tokens", 1)[0] == 0
+
+
+@pytest.mark.parametrize("number", ["１２", "٣", "1_0", "", "-", "1.0", " 3"])
+@pytest.mark.parametrize("flag", ["--max-new-tokens", "--keep-head", "--threads", "--top-k", "--seed"])
+def test_whole_numbers_are_ascii_digits(run: Run, made: Bundle, flag: str, number: str) -> None:
+    said = user_error(run("run", made.path, "--prompt", "1", f"{flag}={number}"))
+    assert said.startswith(f"argument {flag}: invalid whole number value: {number!r}")
+
+
+@pytest.mark.parametrize("number", ["０.5", "٠", "1_0.5"])
+@pytest.mark.parametrize("flag", ["--temperature", "--top-p", "--min-p", "--repetition-penalty"])
+def test_other_numbers_are_ascii_too(run: Run, made: Bundle, flag: str, number: str) -> None:
+    said = user_error(run("run", made.path, "--prompt", "1", f"{flag}={number}"))
+    assert said.startswith(f"argument {flag}: invalid float value: {number!r}")
+
+
+def test_what_of_a_span_a_conversation_has_not_reached_is_not_protected_yet(
+    run: Run, made: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L = 12; the span 13:16 is reached in part by the third turn, and passed by the fourth."""
+    turns = [[3, 14, 15], [9, 2, 6, 5], [7, 8, 1], [4, 4, 11, 10, 3, 2]]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(words(turn) for turn in turns)))
+    span = ["--truncate", "middle", "--protect", "13:16"]
+    code, out, _ = run("chat", made.path, "--max-new-tokens", 2, *span)
+    assert code == 0
+    ids: list[int] = []
+    for turn, line in zip(turns, out.splitlines(), strict=True):
+        ids += turn
+        answer = greedy(ids if len(ids) <= 12 else [*ids[:3], *ids[len(ids) - 9 :]], 2)
+        assert line == words(answer)
+        ids += answer
 
 
 def test_a_span_counts_from_the_start_of_a_conversation_that_is_known_in_part(

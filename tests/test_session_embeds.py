@@ -210,7 +210,98 @@ def test_where_the_model_sees_an_image_both_ways_only_text_runs(tmp_path, tokens
     close(session.prefill(ids), whole_pass(ids)[-1])
 
 
+class Tensor:
+    """What a tensor of another library is to NumPy where it cannot be read."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __array__(self, dtype=None, copy=None):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error", [TypeError("unsupported type\nBFloat16"), RuntimeError("requires grad"), OSError("gone"), ValueError("x")]
+)
+@pytest.mark.parametrize("call", ["prefill", "generate"])
+def test_what_numpy_cannot_read_is_refused_with_the_reason_and_the_cure(tmp_path, call, error):
+    session, recorder = embeds_toy(tmp_path / "b", c=4, three_part=True)
+    for name, given, dtype in (("embeds", {}, "float32"), ("positions", {"ids": [1]}, "int64")):
+        with pytest.raises(PromptError) as caught:
+            getattr(session, call)(**given, **{name: Tensor(error)})
+        said = str(caught.value)
+        assert said.startswith(f"{name} are no array; allowed: (")
+        assert f"NumPy cannot read Tensor: {' '.join(str(error).split())}. Convert a tensor to {dtype} on" in said
+        assert "\n" not in said
+    assert not recorder.runs
+
+
+def test_tensors_of_torch_that_numpy_cannot_read_are_refused_and_others_are_taken(tmp_path):
+    torch = pytest.importorskip("torch")
+    session, _ = embeds_toy(tmp_path / "b", c=4)
+    rows = torch.from_numpy(picture(3))
+    for given in (rows.clone().requires_grad_(), rows.to(torch.bfloat16)):
+        with pytest.raises(PromptError, match=r"embeds are no array; .* Convert a tensor to float32 on the CPU first"):
+            session.prefill(embeds=given)
+    close(session.prefill(embeds=rows), whole_pass(None, embeds=picture(3))[-1])
+
+
+@pytest.mark.parametrize("call", ["prefill", "generate"])
+@pytest.mark.parametrize("truncate", ["none", "left", "middle"])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"protect": (1,)}, r"protect is \(1,\), allowed: two whole numbers, start and stop"),
+        ({"protect": "1:5"}, "protect is '1:5', allowed: two whole numbers"),
+        ({"protect": (0.5, 3)}, r"protect is \(0.5, 3\), allowed: two whole numbers"),
+        ({"protect": (3, 3)}, "protect is 3:3, allowed: start:stop with 0 <= start < stop"),
+        ({"protect": (1, 10)}, "protect is 1:10, the prompt has 9 tokens"),
+        ({"keep_head": 2.5}, "keep_head is 2.5, allowed: a whole number"),
+        ({"keep_head": "3"}, "keep_head is '3', allowed: a whole number"),
+        ({"keep_head": True}, "keep_head is True, allowed: a whole number"),
+    ],
+)
+def test_a_wrong_span_or_head_is_refused_though_nothing_is_cut(tmp_path, call, truncate, given, message):
+    session, recorder = embeds_toy(tmp_path / "b", c=4, L=12)
+    with pytest.raises(PromptError, match=message):
+        getattr(session, call)(some_ids(9), truncate=truncate, **given)
+    assert not recorder.runs
+
+
+@pytest.mark.parametrize("given", [2.5, "3", True])
+def test_the_number_of_new_tokens_is_a_whole_number(tmp_path, given):
+    session, _ = embeds_toy(tmp_path / "b", c=4)
+    with pytest.raises(PromptError, match=rf"max_new_tokens is {given!r}, allowed: a whole number"):
+        session.generate([1], max_new_tokens=given)
+
+
 # Truncation
+
+
+@pytest.mark.parametrize("call", ["prefill", "generate"])
+@pytest.mark.parametrize("n", [9, 16, 30])
+def test_a_span_does_not_guard_against_the_limit_policy_and_is_refused_with_it_alone(tmp_path, call, n):
+    session, recorder = embeds_toy(tmp_path / "b", c=4, L=12)
+    with pytest.raises(PromptError) as caught:
+        getattr(session, call)(some_ids(n), protect=(1, 6), on_limit="roll")
+    assert str(caught.value) == (
+        "protect goes with truncation left or middle; without one, on_limit roll forgets those tokens too"
+    )
+    assert not recorder.runs
+
+
+def test_with_a_truncation_the_limit_policy_may_forget_as_well(tmp_path):
+    session, _ = embeds_toy(tmp_path / "b", c=5, L=12)
+    ids = some_ids(16)
+    with pytest.warns(UserWarning, match="the prompt was cut from 16 to 12 tokens"):
+        logits = session.prefill(ids, truncate="middle", protect=(1, 6), on_limit="roll")
+    close(logits, whole_pass([*ids[:6], *ids[10:]])[-1])
+
+
+def test_without_truncation_and_without_forgetting_a_span_is_kept_anyhow(tmp_path):
+    session, _ = embeds_toy(tmp_path / "b", c=5, L=12)
+    ids = some_ids(12)
+    close(session.prefill(ids, protect=(1, 12)), whole_pass(ids)[-1])
 
 
 @pytest.mark.parametrize(
@@ -219,6 +310,7 @@ def test_where_the_model_sees_an_image_both_ways_only_text_runs(tmp_path, tokens
         ({"truncate": "left"}, range(4, 16)),
         ({"truncate": "middle"}, [0, 1, 2, *range(7, 16)]),
         ({"truncate": "middle", "protect": (1, 6)}, [*range(6), *range(10, 16)]),
+        ({"truncate": "middle", "protect": (6, 11)}, [0, 1, *range(6, 16)]),
     ],
 )
 @pytest.mark.parametrize("known", [False, True])

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from rollkv.runtime.align import PromptError, kept_ranges, truncate
@@ -29,6 +30,9 @@ def test_the_ranges_that_are_kept_of_fourteen_for_eight(how, keep_head, ranges):
         ("middle", None, (8, 14), [(0, 2), (8, 14)]),
         ("middle", None, (1, 5), [(0, 5), (11, 14)]),  # the head grows to its end
         ("middle", None, (0, 7), [(0, 7), (13, 14)]),
+        ("middle", None, (7, 12), [(0, 1), (7, 14)]),  # the head shrinks until the tail holds it
+        ("middle", None, (7, 14), [(0, 1), (7, 14)]),
+        ("middle", None, (6, 7), [(6, 14)]),  # to nothing, rather than that it grows
         ("middle", 6, (2, 5), [(0, 6), (12, 14)]),
         ("middle", 0, (6, 7), [(6, 14)]),
     ],
@@ -72,12 +76,11 @@ def test_no_span_is_ever_cut_and_none_that_the_rule_can_keep_is_refused():
                 for stop in range(start + 1, n + 1):
                     span = set(range(start, stop))
                     for how, head in [("left", None), ("middle", None), *(("middle", h) for h in range(limit))]:
-                        plain = kept(n, limit, how, head)
-                        grown = [*range(stop), *range(n - (limit - stop), n)] if stop < limit else None
-                        if span <= set(plain):
-                            want = plain
-                        else:
-                            want = grown if (how, head) == ("middle", None) else None
+                        heads = [0 if how == "left" else limit // 4 if head is None else head]
+                        if (how, head) == ("middle", None):  # down to 0, then up
+                            heads = [*range(limit // 4, -1, -1), *range(limit // 4 + 1, limit)]
+                        cuts = [[*range(h), *range(n - (limit - h), n)] if n > limit else [*range(n)] for h in heads]
+                        want = next((cut for cut in cuts if span <= set(cut)), None)
                         if want is None:
                             with pytest.raises(PromptError, match="cannot be kept whole"):
                                 kept_ranges(n, limit, how, head, (start, stop))
@@ -93,11 +96,43 @@ def test_what_is_no_span_is_refused(protect):
         kept_ranges(14, 8, "left", None, protect)
 
 
-def test_a_span_beyond_the_prompt_is_refused_where_something_is_cut():
-    with pytest.raises(PromptError, match="protect is 12:15, the prompt has 14 tokens"):
-        kept_ranges(14, 8, "left", None, (12, 15))
-    assert kept_ranges(8, 8, "left", None, (12, 15)) == [(0, 8)]
+@pytest.mark.parametrize("how", ["none", "left", "middle"])
+@pytest.mark.parametrize("n", [8, 14])
+def test_a_span_beyond_the_prompt_is_refused_whether_anything_is_cut_or_not(how, n):
+    with pytest.raises(PromptError, match=f"protect is 7:{n + 1}, the prompt has {n} tokens"):
+        kept_ranges(n, 8, how, None, (7, n + 1))
 
 
-def test_without_truncation_a_span_means_nothing():
-    assert kept_ranges(8, 8, "none", None, (5, 2)) == [(0, 8)]
+@pytest.mark.parametrize("how", ["none", "left", "middle"])
+def test_where_nothing_is_cut_a_span_of_the_prompt_is_kept(how):
+    assert kept_ranges(8, 8, how, None, (5, 8)) == [(0, 8)]
+
+
+@pytest.mark.parametrize(
+    "protect", [(1,), (1, 2, 3), (), "1:5", "15", b"15", 7, (None, 3), (0.5, 3), ("1", 3), (False, 3), (0, 3.0)]
+)
+@pytest.mark.parametrize("n", [8, 14])
+def test_what_are_no_two_whole_numbers_is_no_span(protect, n):
+    with pytest.raises(PromptError) as caught:
+        kept_ranges(n, 8, "left", None, protect)
+    assert str(caught.value) == f"protect is {protect!r}, allowed: two whole numbers, start and stop"
+
+
+@pytest.mark.parametrize("keep_head", [2.5, "3", True, (3,), np.float64(3.0)])
+@pytest.mark.parametrize("n", [8, 14])
+def test_a_head_is_a_whole_number(keep_head, n):
+    with pytest.raises(PromptError) as caught:
+        kept_ranges(n, 8, "middle", keep_head)
+    assert str(caught.value) == f"keep_head is {keep_head!r}, allowed: a whole number"
+
+
+def test_integers_and_arrays_of_numpy_serve_as_well():
+    assert kept_ranges(14, 8, "middle", np.int64(5), np.array([1, 3])) == [(0, 5), (11, 14)]
+    assert kept_ranges(14, 8, "middle", None, [1, np.int32(5)]) == [(0, 5), (11, 14)]
+
+
+def test_a_long_value_of_several_lines_becomes_a_short_line():
+    with pytest.raises(PromptError) as caught:
+        kept_ranges(14, 8, "left", None, np.zeros((9, 9)))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 130
