@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-SCRIPTS = ("startup", "export_cost", "host_step", "memory", "greedy")
+SCRIPTS = ("startup", "export_cost", "host_step", "experts", "memory", "greedy")
 
 
 def main() -> int:

@@ -196,6 +196,7 @@ ROWS = (
     ),
     Family(
         model_type="ministral3",
+        query_scale=True,
         settings=geometry(
             num_key_value_heads=8,
             head_dim=128,

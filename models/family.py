@@ -77,6 +77,7 @@ class Family:
     theta: float = 10000.0  # base of the rotation when the config names none
     rotary_factor: float = 1.0  # how much of a head rotates when the config does not say
     interleaved: bool = False  # pairs (2i, 2i + 1) rotate
+    query_scale: bool = False  # llama_4_scaling_beta is read; transformers' other classes pass it over
     names: Mapping[str, str | Source] = field(default_factory=dict)  # part -> tensor, where it is not llama's
     gguf: Mapping[str, str | Source] | None = None  # the same for GGUF files; None: not read from them
     norm_plus: float = 0.0  # the checkpoint's norm weights lack this

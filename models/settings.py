@@ -201,6 +201,10 @@ def _ropes(
             where=where,
             name=name,
         )
+        if rope.query_scale is not None and not family.query_scale:
+            raise CheckpointError(
+                f"{where}: rope setting 'llama_4_scaling_beta' is not understood for {family.model_type}"
+            )
         ropes.append(rope)
         positions = max(positions, reach)
     return tuple(ropes), positions

@@ -223,7 +223,9 @@ def read_model(raw: Mapping[str, Any], where: str) -> Model:
         raise CheckpointError(f"{where}: model_type {model_type!r} is not supported; supported: {supported}")
     wrapper = WRAPPERS.get(model_type)
     if wrapper is None:
-        return Model(read_config(raw, where), image_attention=_image_attention(None, raw))
+        plain = read_config(raw, where)
+        _refuse_sections(plain, model_type, where)
+        return Model(plain, image_attention=_image_attention(None, raw))
     text, inside = _text_settings(wrapper, raw, where)
     said = [raw.get("tie_word_embeddings"), text.get("tie_word_embeddings")]
     for value in said:
@@ -236,6 +238,8 @@ def read_model(raw: Mapping[str, Any], where: str) -> Model:
         _check_outer(wrapper, raw, text, where)
     if wrapper.three_part and config.ropes[0].sections is None:
         raise CheckpointError(f"{inside}: mrope_section is missing; a {model_type} model has three rotary positions")
+    if not wrapper.three_part:
+        _refuse_sections(config, model_type, inside)
     capped = config.logit_softcap is not None and not wrapper.capped
     if capped or config.logit_scale != 1 or "head" in config.biases:
         raise CheckpointError(
@@ -243,6 +247,11 @@ def read_model(raw: Mapping[str, Any], where: str) -> Model:
             "model does not do"
         )
     return Model(config, wrapper, said == [None, None], _image_attention(wrapper, text))
+
+
+def _refuse_sections(config: DecoderConfig, model_type: str, where: str) -> None:
+    if any(rope.sections is not None for rope in config.ropes):
+        raise CheckpointError(f"{where}: rope setting 'mrope_section' is not understood for {model_type}")
 
 
 def _image_attention(wrapper: Wrapper | None, text: Mapping[str, Any]) -> str:

@@ -38,7 +38,7 @@ MOE = {"model_type": "qwen2_moe", "num_experts": 5, "num_experts_per_tok": 2, "m
 
 def bare(family: str, **more: Any) -> dict[str, Any]:
     """The least that a config.json of this family may hold."""
-    raw = {**BARE, "hidden_size": 48, "model_type": family, "vocab_size": 300_000, "num_hidden_layers": 9}
+    raw = {**BARE, "hidden_size": 48, "model_type": family, "vocab_size": 262_144, "num_hidden_layers": 9}
     if family in ("phi", "gpt_neox"):  # heads of 16: they turn a half or a quarter of it
         raw["num_attention_heads"] = raw["num_key_value_heads"] = 3
     raw |= {key: value for key, value in NEEDED.items() if FAMILIES[family].settings.get(key) is REQUIRED}

@@ -255,3 +255,16 @@ def test_an_unknown_outer_type_is_named_with_all_that_are_supported() -> None:
 def test_every_setting_that_transformers_writes_is_understood(name: str, saved: Any) -> None:
     raw = json.loads((saved(name).folder / "config.json").read_text("utf-8"))
     assert read_model(raw, "config.json").wrapper is WRAPPERS[name]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("llama_4_scaling_beta", 0.1), ("mrope_section", [1, 1, 1])], ids=lambda value: str(value)
+)
+def test_a_rotation_that_transformers_class_passes_over_is_refused(key: str, value: Any) -> None:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "original_max_position_embeddings": 64, key: value}
+    plain = {**TEXT, "model_type": "llama", "rope_parameters": rope}
+    with pytest.raises(CheckpointError, match=f"c: rope setting '{key}' is not understood for llama"):
+        read_model(plain, "c")
+    inside = {**MODELS["llava"], "model_type": "llava", "text_config": plain}
+    with pytest.raises(CheckpointError, match=f"rope setting '{key}' is not understood for lla"):
+        read_model(inside, "c")
