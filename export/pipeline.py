@@ -118,7 +118,7 @@ def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None 
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         max_position=config.max_position,
-        bos_token_id=config.bos_token_id,
+        bos_token_id=None if (config.bos_token_id or 0) >= config.vocab_size else config.bos_token_id,
         eos_token_ids=list(config.eos_token_ids),
         layers=layer_infos(config, options),
         rope={rope.name: _rope_info(rope, options.max_kvcache_len) for rope in config.ropes},

@@ -73,13 +73,17 @@ class Reference:
             file["experts_implementation"] = "eager"
         with contextlib.redirect_stderr(io.StringIO()):  # its GGUF reader draws a bar that no setting turns off
             auto: Any = AutoModelForImageTextToText if checkpoint.model_type in WRAPPERS else AutoModelForCausalLM
-            self._model: Any = auto.from_pretrained(
-                path.parent if path.is_file() else path,
-                dtype=torch.float32,
-                attn_implementation="eager",
-                local_files_only=True,
-                **file,
-            ).eval()
+            try:
+                self._model: Any = auto.from_pretrained(
+                    path.parent if path.is_file() else path,
+                    dtype=torch.float32,
+                    attn_implementation="eager",
+                    local_files_only=True,
+                    **file,
+                ).eval()
+            except Exception as error:  # transformers raises many kinds
+                said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise CheckpointError(f"{path}: transformers cannot load this model: {said}") from error
         if checkpoint.lora is not None:
             from peft import PeftModel
 
@@ -162,12 +166,20 @@ def _fix_rope(model: Any, slots: int) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for module in model.modules():
-        if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
-            frequencies, module.attention_scaling = ROPE_INIT_FUNCTIONS[module.rope_type](
-                module.config, device=torch.device("cpu"), seq_len=slots
+        kinds = getattr(module, "rope_type", None)  # by layer type, where layers with a window have their own
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if kind not in ("dynamic", "longrope"):
+                continue
+            prefix, where = ("", {}) if layer_type is None else (f"{layer_type}_", {"layer_type": layer_type})
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
+                module.config, device=torch.device("cpu"), seq_len=slots, **where
             )
-            module.inv_freq.copy_(frequencies)
-            module.rope_type = "default"  # which is never chosen anew
+            getattr(module, f"{prefix}inv_freq").copy_(frequencies)
+            setattr(module, f"{prefix}attention_scaling", scaling)
+            if layer_type is None:
+                module.rope_type = "default"  # which is never chosen anew
+            else:
+                module.rope_type = {**module.rope_type, layer_type: "default"}
 
 
 def _of_gguf(path: Path) -> Any:

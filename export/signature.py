@@ -92,6 +92,8 @@ def resolve(
             raise ExportError(f"{flag} is {text!r}, allowed: {', '.join(map(str, allowed))}")
     if not -FLOAT16_MAX <= mask_value <= -1:
         raise ExportError(f"--mask-value is {mask_value}, allowed: -65504 .. -1")
+    if config.experts is not None and config.experts.count == 1:
+        simplify = False  # softmax over one expert is 1 whatever the router: onnxsim would take its weight away
     window = min((w for w in config.windows if w is not None), default=slots)
     if min(slots, window - 1 + chunk) == 1:
         simplify = False  # softmax over one slot is 1 whatever its mask: onnxsim would take the mask's input away

@@ -37,7 +37,7 @@ BLOCK_BYTES = 16 << 20  # of float32 read at a time
 # Tables and causal masks that older checkpoints hold and the decoder makes itself.
 _RECOMPUTED = re.compile(
     r"(model|gpt_neox)\.layers\.\d+\.(self_attn|attention)\.rotary_emb\.inv_freq|rope_freqs\.weight"
-    r"|(gpt_neox\.layers|transformer\.h)\.\d+\.(attention|attn)\.(bias|masked_bias)"
+    r"|(gpt_neox\.layers|(transformer\.)?h)\.\d+\.(attention|attn)\.(bias|masked_bias)"
 )
 
 
@@ -165,11 +165,11 @@ def _open_folder(folder: Path, lora: Lora | None, report: Callable[[str], None])
     model = read_model(raw, str(config_file))
     config, wrapper = model.config, model.wrapper
     aside = wrapper.aside if wrapper else ()
-    shards = _shards(folder)
+    shards = _shards(folder, report)
     found: dict[str, StoredTensor] = {}
     for shard, listed in shards.items():
-        held = open_safetensors(shard, aside)
-        for name in sorted(name for name in listed - held.keys() if not name.startswith(aside)):
+        held = open_safetensors(shard, aside, _RECOMPUTED)
+        for name in sorted(n for n in listed - held.keys() if not n.startswith(aside) and not _RECOMPUTED.fullmatch(n)):
             raise CheckpointError(f"{shard}: tensor {name} should be in this shard and is not; is it of another model?")
         for name in sorted(held.keys() & found.keys()):
             other = next(file.name for file, there in shards.items() if name in there)
@@ -278,9 +278,13 @@ def _equal(a: StoredTensor, b: StoredTensor) -> bool:
     )
 
 
-def _shards(folder: Path) -> dict[Path, set[str]]:
+def _shards(folder: Path, report: Callable[[str], None]) -> dict[Path, set[str]]:
     """Weight files of a folder in order, with the tensors that the index says each holds."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        if index.is_file():
+            report(f"{index} is passed over: {single.name} is there, which transformers reads too")
+        return {single: set()}
     if index.is_file():
         where = read_json(index).get("weight_map")
         if not isinstance(where, dict) or not where or not all(isinstance(v, str) for v in where.values()):
@@ -289,8 +293,6 @@ def _shards(folder: Path) -> dict[Path, set[str]]:
             if Path(name).name != name:
                 raise CheckpointError(f"{index}: file {name!r} lies outside of the folder")
         return {folder / file: {k for k, v in where.items() if v == file} for file in sorted(set(where.values()))}
-    if single.is_file():
-        return {single: set()}
     others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors"))
     hint = f"; found {', '.join(others[:3])}: convert to safetensors, or pass a .gguf file itself" if others else ""
     raise CheckpointError(f"{folder}: neither model.safetensors nor model.safetensors.index.json{hint}")

@@ -35,6 +35,7 @@ ROWS = (
     ),
     Family(
         model_type="starcoder2",
+        unread=frozenset({"layer_norm_epsilon", "scale_attn_weights"}),
         settings=geometry(
             "rms_norm_eps",
             "head_dim",
@@ -87,6 +88,7 @@ ROWS = (
             "rms_norm_eps",
             "head_dim",
             "num_key_value_heads",
+            "rope_theta",
             **LAYER_NORM,
             use_parallel_residual=True,
             attention_bias=True,

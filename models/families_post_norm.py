@@ -42,7 +42,6 @@ _GEMMA_FIELDS = {
     "order": "sandwich",
     "embedding_scale": SQRT_H,
     "attention_scale": QUERY_SCALE,
-    "attention_softcap": Key("attn_logit_softcapping"),
     "logit_softcap": Key("final_logit_softcapping"),
 }
 
@@ -51,7 +50,7 @@ ROWS = (
         model_type="gemma2",
         settings={**_GEMMA_SETTINGS, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
         fixed={**_GEMMA_FIXED, "hidden_act": "gelu_pytorch_tanh"},
-        fields=_GEMMA_FIELDS,
+        fields={**_GEMMA_FIELDS, "attention_softcap": Key("attn_logit_softcapping")},
         pattern=2,
         **_GEMMA,
     ),
@@ -63,10 +62,9 @@ ROWS = (
             "sliding_window_pattern": 6,
             "_sliding_window_pattern": 6,
             "final_logit_softcapping": None,
-            "attn_logit_softcapping": None,
             "rope_local_base_freq": 10000.0,
         },
-        fixed=_GEMMA_FIXED,
+        fixed={**_GEMMA_FIXED, "attn_logit_softcapping": None},  # its class keeps it and does not apply it
         fields={**_GEMMA_FIELDS, "qk_norm": "rms-head"},
         pattern=6,
         ropes=("full", "sliding"),

@@ -74,6 +74,8 @@ ROWS = (
             eos_token_id=32000,
         ),
         fixed={"attention_bias": False},
+        unread=frozenset({"full_attn_mod", "interpolate_factor"}),
+        rope_types=("default", "longrope"),
         windows="all",
         names={**QKV, **GATE_UP},
         gguf={
@@ -143,6 +145,27 @@ ROWS = (
     ),
     Family(
         model_type="hunyuan_v1_dense",
+        ntk_alpha=True,
+        fixed={"use_qk_norm": True, "norm_type": "rms"},
+        unread=frozenset(
+            {
+                "anyres_pooling_size",
+                "attention_head_dim",
+                "cla_share_factor",
+                "class_num",
+                "dense_list",
+                "im_newline_id",
+                "mask_init_id",
+                "num_media_embeds",
+                "pad_id",
+                "pool_type",
+                "text_end_id",
+                "text_start_id",
+                "use_rotary_pos_emb",
+                "video_end_id",
+                "video_start_id",
+            }
+        ),
         settings=geometry(rms_norm_eps=1e-5, attention_bias=False, **ONE_TWO),
         fields={"qk_norm": "rms-head-late"},
         biases=ATTENTION_BIAS,

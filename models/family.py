@@ -19,6 +19,7 @@ from rollkv.models.config import (
     ORDERS,
     QK_NORMS,
     ROPE_NAMES,
+    ROPE_TYPES,
     DecoderConfig,
 )
 
@@ -65,6 +66,7 @@ class Family:
     model_type: str
     settings: Mapping[str, Any]  # key of config.json -> value when absent
     keys: Mapping[str, str] = field(default_factory=dict)  # llama's key -> this family's for the same thing
+    unread: frozenset[str] = frozenset()  # in published configs, and read by no class of transformers
     fixed: Mapping[str, Any] = field(default_factory=dict)  # may be there with this value only
     fields: Mapping[str, Any] = field(default_factory=dict)  # of DecoderConfig: a value, or the Key of one
     activations: Mapping[str, str] = field(default_factory=dict)  # what the config calls otherwise than others do
@@ -77,6 +79,8 @@ class Family:
     theta: float = 10000.0  # base of the rotation when the config names none
     rotary_factor: float = 1.0  # how much of a head rotates when the config does not say
     interleaved: bool = False  # pairs (2i, 2i + 1) rotate
+    rope_types: tuple[str, ...] = tuple(kind for kind in ROPE_TYPES if kind != "proportional")
+    ntk_alpha: bool = False  # type dynamic with `alpha` stretches the base alone, whatever the length
     query_scale: bool = False  # llama_4_scaling_beta is read; transformers' other classes pass it over
     names: Mapping[str, str | Source] = field(default_factory=dict)  # part -> tensor, where it is not llama's
     gguf: Mapping[str, str | Source] | None = None  # the same for GGUF files; None: not read from them

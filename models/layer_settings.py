@@ -83,18 +83,25 @@ WINDOW_RULES: Mapping[str, Callable[[Asked], Windows]] = {
 
 
 def read_windows(family: Family, got: Mapping[str, Any], layers: int, where: str) -> Windows:
-    """Window of each layer. null and 0 mean none: a window of 0 would let no query see anything.
+    """Window of each layer; null means none.
 
     use_sliding_window, where the family has it, switches all of them off; layer_types goes before the family's rule,
-    save where every layer has a window. Raises CheckpointError: a setting that is no such thing.
+    save where every layer has a window. smollm3 takes layer_types whatever the switch says.
+    Raises CheckpointError: a setting that is no such thing, a window of 0 (no query would see anything), layer_types
+    that contradict the switch.
     """
     kinds = got.get("layer_types")
     if kinds is not None and not (
         isinstance(kinds, list) and len(kinds) == layers and all(kind in _KINDS for kind in kinds)
     ):
         raise CheckpointError(f"{where}: layer_types {str(kinds)[:80]} must be {layers} of {', '.join(_KINDS)}")
-    window = got.get("sliding_window") or None
-    if family.windows == "none" or window is None or not got.get("use_sliding_window", True):
+    window = got.get("sliding_window")
+    named = kinds is not None and family.windows not in ("none", "all") and "sliding_attention" in kinds
+    if not got.get("use_sliding_window", True) and not (named and family.windows == "still"):
+        if named:
+            raise CheckpointError(f"{where}: layer_types has sliding_attention, but use_sliding_window is not true")
+        return (None,) * layers
+    if family.windows == "none" or window is None:
         return (None,) * layers
     count(window, "sliding_window", where, what="a positive integer or null")
     asked = Asked(got=got, layers=layers, window=window, pattern=family.pattern, where=where)
@@ -108,7 +115,9 @@ TURN_RULES: Mapping[str, Callable[[Mapping[str, Any], Windows, str], list[bool]]
     "all": lambda got, windows, where: [True] * len(windows),
     "none": lambda got, windows, where: [False] * len(windows),
     "windowed": lambda got, windows, where: [window is not None for window in windows],
-    "windowed-if-any": lambda got, windows, where: [window is not None or not any(windows) for window in windows],
+    "windowed-if-any": lambda got, windows, where: [
+        window is not None or got["sliding_window"] is None for window in windows
+    ],
     "listed": lambda got, windows, where: _listed(got, len(windows), where),
 }
 

@@ -50,10 +50,17 @@ def merge_rope(
     nested = any(name in given for name in KINDS)
     if nested and kind is None:
         raise CheckpointError(f"{where}: {key} differs by layer type; allowed for this model: one for all layers")
+    if kind is not None and given and not nested:
+        if key == "rope_parameters":
+            raise CheckpointError(f"{where}: rope_parameters must hold an object each for {' and '.join(KINDS)}")
+        if given.get("rope_type") is None and given.get("type", "default") != "default":
+            raise CheckpointError(f"{where}: rope_scaling says its type as 'type'; write 'rope_type'")
     if nested:
         own = given.get(kind)
         if not isinstance(own, dict):
             raise CheckpointError(f"{where}: {key}.{kind} is {_shown(own)}, must be an object")
+        if own.get("truncate") is False:
+            raise CheckpointError(f"{where}: {key}.{kind}: 'truncate' is false, which transformers passes over there")
         given = own
     elif kind == "sliding_attention":
         given = {"rope_type": "default"}

@@ -53,4 +53,9 @@ def is_index(value: Any) -> bool:
 
 def is_positive(value: Any) -> bool:
     """A finite number above 0; JSON as Python reads it may hold Infinity and NaN."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # JSON's integers have no end
+        return False

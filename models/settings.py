@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollkv.models.config import CheckpointError, DecoderConfig, LayerConfig, RopeConfig
+from rollkv.models.config import ROPE_TYPES, CheckpointError, DecoderConfig, LayerConfig, RopeConfig
 from rollkv.models.families import FAMILIES
 from rollkv.models.family import REQUIRED, Family, Key
 from rollkv.models.layer_settings import TURN_RULES, read_experts, read_windows
@@ -17,6 +17,7 @@ from rollkv.models.rope_settings import merge_rope, read_rope
 from rollkv.models.setting_values import MAX_POSITIONS, count, is_index, is_positive, positive, token_ids
 
 # No model is near them: a damaged number is refused before memory is asked for.
+_LARGEST_CONSTANT = 65504.0  # of a graph: the largest float16
 _LARGEST = {"num_hidden_layers": 10_000, "max_position_embeddings": MAX_POSITIONS}
 # Of every family whose row does not say otherwise. transformers reads is_causal from any config: false lets a row see
 # later tokens. partial_rotary_factor it would overlook.
@@ -53,7 +54,9 @@ _HARMLESS = frozenset(
         "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
         "summary_use_proj", "task_specific_params", "text_len", "tokenizer_class", "torch_dtype",
         "transformers.js_config", "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version",
-        "use_cache",
+        "use_cache", "_num_labels", "attention_softmax_in_fp32", "do_sample", "gradient_checkpointing", "max_length",
+        "max_sequence_length", "model_max_length", "n_special", "num_labels", "output_past", "predict_special_tokens",
+        "scale_attention_softmax_in_fp32", "temperature",
     ]
 )  # fmt: skip
 
@@ -105,7 +108,7 @@ def read_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
         vocab_size=sizes["vocab_size"],
         hidden_size=sizes["hidden_size"],
         num_heads=heads,
-        norm_eps=positive(got[eps], eps, where),
+        norm_eps=_eps(got[eps], eps, where),
         max_position=max_position,
         layers=layers,
         ropes=tuple(rope for rope in ropes if rope.name in used),
@@ -125,7 +128,8 @@ def _settings(family: Family, raw: Mapping[str, Any], where: str) -> dict[str, A
     for key, value in raw.items():
         if key in fixed and value is not None and value != fixed[key]:
             raise CheckpointError(f"{where}: {key} is {value!r}; allowed for {family.model_type}: {fixed[key]!r}")
-        if key in family.settings or key in fixed or key in _HARMLESS or value is None or value is False:
+        known = key in family.settings or key in fixed or key in family.unread or key in _HARMLESS
+        if known or value is None or value is False:
             continue
         raise CheckpointError(
             f"{where}: setting {key!r} = {str(value)[:80]!r} is not understood for {family.model_type}"
@@ -136,6 +140,9 @@ def _settings(family: Family, raw: Mapping[str, Any], where: str) -> dict[str, A
     ]
     if missing:
         raise CheckpointError(f"{where}: {', '.join(missing)} missing")
+    share = family.keys.get("partial_rotary_factor", "partial_rotary_factor")
+    if share in family.settings and raw.get(share, share) is None and family.rotary_factor != 1:
+        raise CheckpointError(f"{where}: {share} is null; leave it out for {family.rotary_factor}, or give a number")
     for size in _SIZES:
         key = family.keys.get(size, size)
         if got.get(key) is not None:
@@ -149,6 +156,13 @@ def _settings(family: Family, raw: Mapping[str, Any], where: str) -> dict[str, A
     return got
 
 
+def _eps(value: Any, key: str, where: str) -> float:
+    eps = positive(value, key, where)
+    if eps > 1:
+        raise CheckpointError(f"{where}: {key} is {value!r}, allowed: above 0, up to 1")
+    return eps
+
+
 def _fields(family: Family, got: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The row's own fields of DecoderConfig."""
     fields = {}
@@ -158,10 +172,26 @@ def _fields(family: Family, got: Mapping[str, Any], where: str) -> dict[str, Any
             if setting is None:
                 continue
             switch = isinstance(family.settings[value.name], bool)  # and _settings has checked it
-            fields[name] = value.through(setting if switch else positive(setting, value.name, where))
+            result = value.through(setting if switch else positive(setting, value.name, where))
+            if isinstance(result, float) and not result <= _LARGEST_CONSTANT:
+                raise CheckpointError(
+                    f"{where}: {value.name} is {setting!r}, which makes a constant above {_LARGEST_CONSTANT:.0f}"
+                )
+            fields[name] = result
         else:
             fields[name] = value
     return fields
+
+
+def _stretched(merged: dict[str, Any], head_dim: int, where: str) -> dict[str, Any]:
+    """Rotary settings of HunYuan: type dynamic with alpha is type default with the base theta alpha^(D / (D - 2))."""
+    if merged.get("rope_type", merged.get("type")) != "dynamic" or not merged.get("alpha"):
+        return merged
+    alpha, theta = (positive(merged[key], f"rope setting {key!r}", where) for key in ("alpha", "rope_theta"))
+    known = {"rope_type", "type", "rope_theta", "alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+    if unknown := sorted(key for key in merged.keys() - known if merged[key] is not None):
+        raise CheckpointError(f"{where}: rope setting {unknown[0]!r} is not understood beside alpha")
+    return {"rope_type": "default", "rope_theta": theta * alpha ** (head_dim / (head_dim - 2))}
 
 
 def _activation(family: Family, got: Mapping[str, Any], where: str) -> str:
@@ -188,6 +218,14 @@ def _ropes(
     for name in family.ropes:
         kind = {"full": "full_attention", "sliding": "sliding_attention"}[name] if len(family.ropes) > 1 else None
         merged = merge_rope({**got, **renamed}, theta_default=family.theta, kind=kind, where=where)
+        if family.ntk_alpha:
+            merged = _stretched(merged, head_dim, where)
+        rope_type = merged.get("rope_type", merged.get("type", "default"))
+        if rope_type in ROPE_TYPES and rope_type not in family.rope_types:
+            raise CheckpointError(
+                f"{where}: rope type {rope_type!r} is not supported for {family.model_type}; supported: "
+                f"{', '.join(family.rope_types)}"
+            )
         share = merged.get("partial_rotary_factor") if in_part else None
         share = family.rotary_factor if share is None else share
         if not is_positive(share) or share > 1:

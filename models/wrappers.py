@@ -207,7 +207,7 @@ class Model:
 
     config: DecoderConfig
     wrapper: Wrapper | None = None  # None: a text model
-    tied_unless_stored: bool = False  # no level says whether the head is tied: one that is in the file is the head
+    tied_unless_stored: bool = False  # the outer level does not say: a head that is in the file is the head
     image_attention: str = "causal"  # see Manifest.image_attention
 
 
@@ -231,8 +231,8 @@ def read_model(raw: Mapping[str, Any], where: str) -> Model:
     for value in said:
         if value is not None and not isinstance(value, bool):
             raise CheckpointError(f"{where}: tie_word_embeddings is {value!r}, must be true or false")
-    tied = next((value for value in said if value is not None), wrapper.tied)
-    text["tie_word_embeddings"] = tied or (wrapper.tied_by_text and said[1] is True)
+    by_text = wrapper.tied_by_text and said[1] is True
+    text["tie_word_embeddings"] = by_text or (said[0] if said[0] is not None else wrapper.tied or said[1] is True)
     config = read_config(_with_ids(text, raw, where), inside)
     if "text_config" in raw:
         _check_outer(wrapper, raw, text, where)
@@ -246,7 +246,7 @@ def read_model(raw: Mapping[str, Any], where: str) -> Model:
             f"{inside}: a {config.family} decoder caps, scales or biases its logits, which the head of a {model_type} "
             "model does not do"
         )
-    return Model(config, wrapper, said == [None, None], _image_attention(wrapper, text))
+    return Model(config, wrapper, said[0] is None and not by_text, _image_attention(wrapper, text))
 
 
 def _refuse_sections(config: DecoderConfig, model_type: str, where: str) -> None:

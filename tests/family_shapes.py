@@ -146,6 +146,24 @@ FAMILY_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4-global": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "ernie4_5": ("ernie4_5", {**WIDE, "use_bias": True}),
     "hunyuan": ("hunyuan_v1_dense", {**WIDE}),
+    "hunyuan-alpha": (
+        "hunyuan_v1_dense",
+        {**WIDE, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}},
+    ),
+    "gemma3-dynamic": (
+        "gemma3_text",
+        {
+            **WIDE,
+            "max_position_embeddings": 32,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "mixtral-one": ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}),
     "seed_oss": ("seed_oss", {**WIDE, "attention_out_bias": True}),
     "helium": ("helium", {"head_dim": 6}),
     "arcee": ("arcee", {**SQUARE}),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from test_settings import read, refused, saved
 
+from rollkv.models.config import CheckpointError
 from rollkv.models.settings import read_config
 from rollkv.runtime.mask import causal_mask
 
@@ -99,8 +100,27 @@ def test_visible_keys_per_row_equal_the_masks_that_transformers_hands_to_each_la
         ("gemma2", {"head_dim": 6}),
     ],
 )
-def test_a_window_of_zero_is_none(family: str, settings: dict[str, Any]) -> None:
-    assert read(model_type=family, sliding_window=0, **settings).windows == (None, None)
+def test_a_window_of_zero_which_no_token_would_see_through_is_refused(family: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="sliding_window is 0, must be a positive integer or null"):
+        read(model_type=family, sliding_window=0, **settings)
+
+
+def test_a_window_of_zero_behind_a_switch_that_is_off_says_nothing() -> None:
+    assert read(model_type="qwen2", sliding_window=0, use_sliding_window=False).windows == (None, None)
+
+
+def test_layer_types_that_contradict_the_switch_are_refused_and_smollm3_takes_them_as_its_class_does() -> None:
+    kinds = ["full_attention", "sliding_attention"]
+    with pytest.raises(CheckpointError, match="layer_types has sliding_attention, but use_sliding_window is not true"):
+        read(model_type="qwen3", sliding_window=7, use_sliding_window=False, layer_types=kinds)
+    asked = {"model_type": "smollm3", "sliding_window": 7, "layer_types": kinds}
+    assert read(**asked, use_sliding_window=False).windows == (None, 7)
+
+
+@pytest.mark.parametrize(("window", "turns"), [(7, [None, None]), (None, ["full", "full"])])
+def test_global_layers_of_exaone_turn_only_where_the_model_has_no_window(window: int | None, turns: list[Any]) -> None:
+    config = read(model_type="exaone4", sliding_window=window, layer_types=["full_attention"] * 2)
+    assert [layer.rope for layer in config.layers] == turns
 
 
 def test_a_switch_that_is_null_is_off() -> None:
