@@ -139,7 +139,7 @@ def _stored_shapes(checkpoint: Checkpoint, options: ExportOptions) -> Iterator[t
     yield from (weight.shape for weight in graph_weights(checkpoint, options))
     config = checkpoint.config
     for rope in config.ropes:
-        yield from [(config.max_position, rope.rotary_dim // 2)] * 2
+        yield from [(config.max_position, rope.pairs)] * 2
         if rope.query_scale is not None:
             yield (config.max_position, 1)
 

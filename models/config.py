@@ -52,6 +52,11 @@ class RopeConfig:
         assert self.rotary_dim % 2 == 0, self.rotary_dim
         assert self.sections is None or sum(self.sections) == self.rotary_dim // 2, self.sections
 
+    @property
+    def pairs(self) -> int:
+        """How many pairs of dimensions turn, and how wide the tables of cos and sin are."""
+        return self.rotary_dim // 2 if self.rotated_pairs is None else self.rotated_pairs
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:

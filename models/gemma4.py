@@ -26,7 +26,7 @@ from rollkv.models.layers import (
     scaled_to_one,
     store,
 )
-from rollkv.models.rope import rotate
+from rollkv.models.rope import rotate_apart
 
 
 class PerLayerInputs(nn.Module):
@@ -74,12 +74,12 @@ class Gemma4Attention(nn.Module):
         shape = (1, x.shape[1], self.kv_heads, self.head_dim)
         k = self.k(x).view(shape)
         v = k if self.v is None else self.v(x).view(shape)
-        return store(rotate(self.k_norm(k), cos, sin), scaled_to_one(v, self.eps), self.kv_layout)
+        return store(rotate_apart(self.k_norm(k), cos, sin), scaled_to_one(v, self.eps), self.kv_layout)
 
     def forward(self, x: Tensor, tensors: dict[str, Tensor], new_key: Tensor, new_value: Tensor) -> Tensor:
         """x (1, c, H), rotation, mask and past among the layer's tensors, new ones in kv_layout -> (1, c, H)."""
         q = self.q_norm(self.q(x).view(1, x.shape[1], self.heads, self.head_dim))
-        q = rotate(q, tensors["cos"], tensors["sin"])
+        q = rotate_apart(q, tensors["cos"], tensors["sin"])
         keys, values = belts(tensors["past_key"], new_key, tensors["past_value"], new_value, self.kv_layout)
         out: Tensor = self.out(attend(q, keys, values, tensors["mask"], self.scale, None))
         return out

@@ -108,11 +108,12 @@ def _yarn(rope: RopeConfig, powers: Tensor) -> Tensor:
 
 
 def rope_tables(rope: RopeConfig, max_position: int, slots: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of every angle times attention_scaling, each (max_position, R / 2) float32.
+    """cos and sin of every angle times attention_scaling, each (max_position, pairs that turn) float32.
 
     The angles are float32 products. slots: C, see `inverse_frequencies`.
     """
-    angles = torch.arange(max_position, dtype=torch.float32)[:, None] * inverse_frequencies(rope, slots)[None, :]
+    frequencies = inverse_frequencies(rope, slots)[None, : rope.pairs]
+    angles = torch.arange(max_position, dtype=torch.float32)[:, None] * frequencies
     return angles.cos().mul_(rope.attention_scaling), angles.sin().mul_(rope.attention_scaling)
 
 
@@ -130,22 +131,22 @@ def query_scales(rope: RopeConfig, max_position: int) -> Tensor | None:
 class Rope(nn.Module):
     """Looks the rotation of each row's position up in tables that cover every position of the model.
 
-    Its parameters are `cos` and `sin`, (max_position, R / 2), and with a query scale `query_scale`, (max_position, 1);
-    their values are those of `rope_tables` and `query_scales`.
+    Its parameters are `cos` and `sin`, (max_position, pairs that turn), and with a query scale `query_scale`,
+    (max_position, 1); their values are those of `rope_tables` and `query_scales`.
     """
 
     def __init__(self, rope: RopeConfig, max_position: int) -> None:
         super().__init__()
         assert rope.sections is None or rope.query_scale is None, "of three positions none is that of the query scale"
         self.sections = rope.sections
-        self.cos = nn.Parameter(torch.empty(max_position, rope.rotary_dim // 2))
-        self.sin = nn.Parameter(torch.empty(max_position, rope.rotary_dim // 2))
+        self.cos = nn.Parameter(torch.empty(max_position, rope.pairs))
+        self.sin = nn.Parameter(torch.empty(max_position, rope.pairs))
         self.query_scale = nn.Parameter(torch.empty(max_position, 1)) if rope.query_scale is not None else None
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, ...]:
-        """(1, c), with sections (3, 1, c) -> cos and sin, (1, c, 1, R) each, and the query scale (1, c, 1, 1) if any.
+        """(1, c), with sections (3, 1, c) -> cos and sin, and the query scale (1, c, 1, 1) if any.
 
-        The first half of sin is negated, see `rotate`.
+        cos and sin are (1, c, 1, twice the pairs that turn); the first half of sin is negated, see `rotate`.
         """
         cos, sin = self._rows(self.cos, position_ids), self._rows(self.sin, position_ids)  # (1, c, R / 2)
         rotation = torch.cat((cos, cos), -1).unsqueeze(2), torch.cat((-sin, sin), -1).unsqueeze(2)
@@ -182,3 +183,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return x * cos + swapped * sin
     turned = x.narrow(-1, 0, turning) * cos + swapped * sin
     return torch.cat((turned, x.narrow(-1, turning, width - turning)), -1)
+
+
+def rotate_apart(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first pairs (x[i], x[i + D / 2]) of x (1, c, heads, D); the others pass (type proportional).
+
+    cos, sin: (1, c, 1, twice the pairs that turn), as `Rope` gives them.
+    """
+    half, pairs = x.shape[-1] // 2, cos.shape[-1] // 2
+    if pairs == half:
+        return rotate(x, cos, sin)
+    a, b = x.narrow(-1, 0, pairs), x.narrow(-1, half, pairs)
+    turned = torch.cat((a, b), -1) * cos + torch.cat((b, a), -1) * sin
+    still = half - pairs
+    parts = (turned.narrow(-1, 0, pairs), x.narrow(-1, pairs, still), turned.narrow(-1, pairs, pairs))
+    return torch.cat((*parts, x.narrow(-1, half + pairs, still)), -1)

@@ -162,8 +162,9 @@ def trace_once(config: Any, options: Any, rows: Any) -> Any:
     ropes = tuple(
         RopeConfig(
             name=rope.name,
-            type="default",
+            type="default" if rope.rotated_pairs is None else rope.type,
             theta=1.0,
+            rotated_pairs=rope.rotated_pairs,
             rotary_dim=rope.rotary_dim,
             sections=rope.sections,
             query_scale=rope.query_scale and (1.0, 1),

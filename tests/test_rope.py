@@ -17,7 +17,7 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
 from rollkv.models.config import RopeConfig
-from rollkv.models.rope import Rope, inverse_frequencies, query_scales, rope_tables, rotate
+from rollkv.models.rope import Rope, inverse_frequencies, query_scales, rope_tables, rotate, rotate_apart
 from rollkv.models.rope_settings import merge_rope, read_rope
 
 POSITIONS = torch.tensor([[0, 1, 1000, 5000, 32767, 99_999]])
@@ -140,15 +140,18 @@ def test_tables_equal_transformers_rotary_embedding_near_and_far(name: str, slot
     forward = LlamaRotaryEmbedding.forward.__wrapped__
     expected_cos, expected_sin = forward(theirs, torch.zeros(1), POSITIONS)
     cos, sin = rope_tables(rope, 100_000, slots)
-    half = rope.rotary_dim // 2
-    assert cos.shape == sin.shape == (100_000, half)
+    half, pairs = rope.rotary_dim // 2, rope.pairs
+    assert cos.shape == sin.shape == (100_000, pairs)
     assert cos.dtype == sin.dtype == torch.float32
-    assert torch.equal(cos[POSITIONS[0]], expected_cos[0, :, :half])
-    assert torch.equal(sin[POSITIONS[0]], expected_sin[0, :, half:])
+    assert torch.equal(cos[POSITIONS[0]], expected_cos[0, :, :pairs])
+    assert torch.equal(sin[POSITIONS[0]], expected_sin[0, :, half : half + pairs])
+    assert (expected_sin[0, :, half + pairs :] == 0).all(), "the other pairs stay as they are"
     if name != "default" and (name, slots) != ("dynamic", 4096):
         unscaled, _ = rope_tables(RopeConfig(type="default", theta=rope.theta, rotary_dim=16), 5001, slots)
         rows = POSITIONS[0, :4]
-        assert (cos[rows] - unscaled[rows]).abs().max() > 0.05, "leaving the scaling out must show"
+        assert name.startswith("proportional") or (cos[rows] - unscaled[rows]).abs().max() > 0.05, (
+            "leaving the scaling out must show"
+        )
 
 
 @pytest.mark.parametrize(("name", "last"), [("longrope", 8191), ("longrope", 8192), ("dynamic", 99_999)])
@@ -171,8 +174,12 @@ def test_proportional_frequencies_equal_those_of_gemma4() -> None:
         rope = ours(config, head_dim, kind)
         cos, sin = theirs(torch.zeros(1), POSITIONS, kind)
         own_cos, own_sin = rope_tables(rope, 100_000, 1)
-        assert torch.equal(own_cos[POSITIONS[0]], cos[0, :, : head_dim // 2])
-        assert torch.equal(own_sin[POSITIONS[0]], sin[0, :, : head_dim // 2])
+        assert own_cos.shape == (100_000, rope.pairs)
+        assert torch.equal(own_cos[POSITIONS[0]], cos[0, :, : rope.pairs])
+        assert torch.equal(own_sin[POSITIONS[0]], sin[0, :, : rope.pairs])
+        x = torch.randn(1, len(POSITIONS[0]), 3, head_dim)
+        turned = rotate_apart(x, *with_values(rope, 100_000, 1)(POSITIONS.to(torch.int32)))
+        torch.testing.assert_close(turned, apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)[0])
         assert (rope.type, rope.rotated_pairs) == (("proportional", 4) if head_dim == 32 else ("default", None))
 
 
