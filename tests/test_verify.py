@@ -81,13 +81,13 @@ def test_a_wrong_weight_shows_in_its_layer_and_a_wrong_head_in_no_layer(
     ("path", "value", "says"),
     [
         (("rope", "full", "inv_freq", 1), 0.5, "rope.full.inv_freq[1] is 0.5, must be 0.0464158"),
-        (("layers", 0, "head_dim"), 7, "layers[0].head_dim is 7, must be 6"),
-        (("vocab_size",), 306, "vocab_size is 306, must be 307"),
+        (("rope", "full", "attention_scaling"), 2.0, "rope.full.attention_scaling is 2.0, must be 1.0"),
+        (("hidden_size",), 99, "hidden_size is 99, must be 36"),
         (("eos_token_ids",), [], "eos_token_ids is [], must be [2]"),
         (("max_position",), 300, "max_position is 300, must be 256"),
         (("graphs", 0, "opset"), 13, "graphs[1].opset is 17, must be 13"),
         (("weights", "unique_bytes"), 5, "weights.unique_bytes is 5, must be"),
-        (("chunk_size",), 4, "graphs[0].rows is 8, must be 4"),
+        (("bos_token_id",), 5, "bos_token_id is 5, must be 1"),
     ],
 )
 def test_a_false_manifest_is_found_by_its_field(
