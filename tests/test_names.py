@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bare_configs import BARE
 from family_shapes import make_family
-from test_settings import BARE
 
 from rollkv.models.checkpoint import open_checkpoint
 from rollkv.models.config import CheckpointError, DecoderConfig

@@ -3,82 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SMALL
+from bare_configs import BARE, LLAMA3, MOE, bare, read, refused, rope
 
-from rollkv.models.config import CheckpointError, DecoderConfig, RopeConfig
+from rollkv.models.config import CheckpointError
 from rollkv.models.families import FAMILIES
 from rollkv.models.family import REQUIRED
 from rollkv.models.settings import read_config
-
-BARE = {
-    "model_type": "llama",
-    "vocab_size": 307,
-    "hidden_size": 36,
-    "intermediate_size": 50,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-MOE = {"model_type": "qwen2_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 22}
-
-
-def bare(family: str, **more: Any) -> dict[str, Any]:
-    """The least that a config.json of this family may hold."""
-    raw = {**BARE, "hidden_size": 48, "model_type": family, "vocab_size": 262_144, "num_hidden_layers": 9}
-    if family in ("phi", "gpt_neox"):  # heads of 16: they turn a half or a quarter of it
-        raw["num_attention_heads"] = raw["num_key_value_heads"] = 3
-    raw |= {key: value for key, value in NEEDED.items() if FAMILIES[family].settings.get(key) is REQUIRED}
-    theirs = FAMILIES[family].keys
-    return {theirs.get(key, key): value for key, value in {**raw, **more}.items() if known(family, key)}
-
-
-NEEDED = {"head_dim": 8, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
-
-
-def known(family: str, key: str) -> bool:
-    row = FAMILIES[family]
-    return key == "model_type" or row.keys.get(key, key) in {**row.settings, **row.fixed}
-
-
-def saved(folder: Path, family: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
-    """transformers' config object, and the config.json that it writes."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(family, **{**SMALL, **settings})
-    config.save_pretrained(folder)
-    return config, json.loads((folder / "config.json").read_text())
-
-
-def read(**settings: Any) -> DecoderConfig:
-    return read_config({**BARE, **settings}, "config.json")
-
-
-def rope(**settings: Any) -> RopeConfig:
-    return read(**settings).ropes[0]
-
-
-def refused(match: str, **settings: Any) -> None:
-    with pytest.raises(CheckpointError, match=match) as caught:
-        read(**settings)
-    assert str(caught.value).startswith("config.json: ")
-    assert "\n" not in str(caught.value)
-    assert caught.value.exit_code == 2
-
 
 # What is there, and what is not
 
@@ -447,55 +382,3 @@ def test_gemma4_refuses_a_scale_of_queries_that_its_attention_does_not_apply() -
         model_type="gemma4_text",
         rope_parameters=ropes,
     )
-
-
-@pytest.mark.parametrize(
-    ("family", "settings", "said"),
-    [
-        (
-            "gemma3_text",
-            {"attn_logit_softcapping": 2.0},
-            "attn_logit_softcapping is 2.0; allowed for gemma3",
-        ),
-        ("gpt_neox", {"rope_theta": 300.0}, "setting 'rope_theta' = '300.0' is not understood for gpt_neox"),
-        ("glm", {"partial_rotary_factor": None}, "partial_rotary_factor is null; leave it out for 0.5"),
-        ("olmo3", {"rope_parameters": {"rope_theta": 300.0}}, "rope_parameters must hold an object each for full_att"),
-        ("olmo3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling says its type as 'type'; write"),
-        (
-            "phi3",
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "'linear' is not supported for phi3; supported",
-        ),
-        ("llama", {"rope_scaling": {"type": "proportional"}}, "rope type 'proportional' is not supported for llama"),
-        ("llama", {"rms_norm_eps": 10**400}, "must be a positive number"),
-        ("llama", {"rms_norm_eps": 10.0}, "rms_norm_eps is 10.0, allowed: above 0, up to 1"),
-        (
-            "granite",
-            {"embedding_multiplier": 1e5},
-            "embedding_multiplier is 100000.0, which makes a constant above",
-        ),
-        ("granite", {"logits_scaling": 1e-6}, "logits_scaling is 1e-06, which makes a constant above 65504"),
-        (
-            "hunyuan_v1_dense",
-            {"rope_scaling": {"type": "dynamic", "alpha": 10.0, "gamma": 1}},
-            "rope setting 'gamma' is not understood beside alpha",
-        ),
-    ],
-)
-def test_what_transformers_class_reads_otherwise_is_refused(family: str, settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(CheckpointError, match=re.escape(said)):
-        read_config({**bare(family), **settings}, "c")
-
-
-def test_hunyuan_stretches_its_base_by_alpha_as_its_class_does() -> None:
-    scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
-    config = read_config(bare("hunyuan_v1_dense", head_dim=8, rope_theta=10000.0, rope_scaling=scaling), "c")
-    assert config.ropes[0].type == "default"
-    assert config.ropes[0].theta == 10000.0 * 1000.0 ** (8 / 6)
-
-
-@pytest.mark.parametrize("key", ["full_attn_mod", "interpolate_factor"])
-def test_settings_that_no_class_reads_are_passed_over_in_their_family_alone(key: str) -> None:
-    assert read_config({**bare("phi3"), key: 1}, "c") == read_config(bare("phi3"), "c")
-    with pytest.raises(CheckpointError, match=f"setting '{key}' = '1' is not understood for llama"):
-        read_config({**bare("llama"), key: 1}, "c")

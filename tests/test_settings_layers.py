@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_settings import read, refused, saved
+from bare_configs import read, refused, saved
 
 from rollkv.models.config import CheckpointError
 from rollkv.models.settings import read_config
