@@ -45,7 +45,11 @@ def main(names: list[str]) -> int:
     failed = 0
     for name in names or ["smollm2-135m", "qwen2.5-coder-0.5b"]:
         bundle = preset_bundle(name, LENGTH, CHUNK, SLOTS)
-        tokenizer, reference, session = Tokenizer(bundle.path), Reference(preset(name)), Session(bundle)
+        tokenizer, reference, session = (
+            Tokenizer(bundle.path),
+            Reference(preset(name), bundle.manifest.max_kvcache_len),
+            Session(bundle),
+        )
         print(f"\n{name}: L = {LENGTH}, c = {CHUNK}, C = {SLOTS}, {TOKENS} greedy tokens a prompt")
         print(f"{'prompt':20} {'n':>5} {'n mod c':>7} {'tokens equal':>12} {'near ties':>9} {'worst relative':>14}")
         for title, text in TEXTS.items():
