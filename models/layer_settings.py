@@ -101,6 +101,8 @@ def read_windows(family: Family, got: Mapping[str, Any], layers: int, where: str
         if named:
             raise CheckpointError(f"{where}: layer_types has sliding_attention, but use_sliding_window is not true")
         return (None,) * layers
+    if named and window is None:
+        raise CheckpointError(f"{where}: layer_types has sliding_attention, but sliding_window is null")
     if family.windows == "none" or window is None:
         return (None,) * layers
     count(window, "sliding_window", where, what="a positive integer or null")

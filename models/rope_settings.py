@@ -17,6 +17,7 @@ from rollkv.models.setting_values import MAX_POSITIONS
 
 KINDS = ("full_attention", "sliding_attention")  # of layers, where the rotary embedding hangs on it
 
+_LARGEST = 65504.0  # of a table: the largest float16
 _ORIGINAL = "original_max_position_embeddings"
 _ALIASES = {"su": "longrope", "mrope": "default"}
 _ANY_TYPE = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
@@ -59,11 +60,11 @@ def merge_rope(
         own = given.get(kind)
         if not isinstance(own, dict):
             raise CheckpointError(f"{where}: {key}.{kind} is {_shown(own)}, must be an object")
-        if own.get("truncate") is False:
-            raise CheckpointError(f"{where}: {key}.{kind}: 'truncate' is false, which transformers passes over there")
         given = own
     elif kind == "sliding_attention":
         given = {"rope_type": "default"}
+    if kind is not None and given.get("truncate", True) is not True:
+        raise CheckpointError(f"{where}: {key}: 'truncate' is not true, which transformers passes over by layer type")
     theta = raw.get("rope_local_base_freq" if kind == "sliding_attention" else "rope_theta")
     beside = {
         "rope_theta": theta_default if theta is None else theta,
@@ -133,6 +134,8 @@ def read_rope(
     length = given.length(None if kind == "dynamic" else rope.original_max_position)
     if sections is not None:
         raise CheckpointError(f"{where}: rope settings 'mrope_section' and 'llama_4_scaling_beta' do not go together")
+    if 1 + beta * math.log(1 + positions // length) > _LARGEST:
+        raise CheckpointError(f"{where}: rope setting 'llama_4_scaling_beta' {beta} makes a scale above {_LARGEST:.0f}")
     return replace(rope, query_scale=(beta, length)), positions
 
 
@@ -185,10 +188,10 @@ class _Settings:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self.values.get(key)
-        if value is not None and not isinstance(value, bool):
+        value = self.values.get(key, default)  # null is refused: transformers takes it for false
+        if not isinstance(value, bool):
             raise self.refuse(key, "true or false")
-        return default if value is None else value
+        return value
 
     def length(self, default: int | None = None) -> int:
         """The original length; 1 has no logarithm to divide by."""

@@ -239,6 +239,13 @@ def _ropes(
             where=where,
             name=name,
         )
+        if not rope.attention_scaling <= _LARGEST_CONSTANT:
+            raise CheckpointError(
+                f"{where}: rope settings scale cos and sin by {rope.attention_scaling:.6g}, allowed: up to "
+                f"{_LARGEST_CONSTANT:.0f}"
+            )
+        if family.query_scale and merged.get("llama_4_scaling_beta") is None:
+            raise CheckpointError(f"{where}: rope setting 'llama_4_scaling_beta' is missing")
         if rope.query_scale is not None and not family.query_scale:
             raise CheckpointError(
                 f"{where}: rope setting 'llama_4_scaling_beta' is not understood for {family.model_type}"

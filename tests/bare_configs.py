@@ -45,7 +45,16 @@ def bare(family: str, **more: Any) -> dict[str, Any]:
     return {theirs.get(key, key): value for key, value in {**raw, **more}.items() if known(family, key)}
 
 
-NEEDED = {"head_dim": 8, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+NEEDED = {
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 7.0,
+        "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 64,
+    },
+}
 
 
 def known(family: str, key: str) -> bool:

@@ -52,7 +52,7 @@ def test_settings_that_say_nothing_and_nulls_are_passed_over() -> None:
     nothing = {"finetuned": True, "max_position_embeddings": 9, "factor": None, "foo": None, "type": "default"}
     assert read({**nothing, "partial_rotary_factor": 1.0}) == read({})
     assert read({ORIGINAL: 4096}) == read({})
-    nulls = dict.fromkeys(("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor"))
+    nulls = dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"))
     assert read({**YARN, **nulls}) == read(YARN)
 
 

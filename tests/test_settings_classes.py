@@ -62,3 +62,31 @@ def test_settings_that_no_class_reads_are_passed_over_in_their_family_alone(key:
     assert read_config({**bare("phi3"), key: 1}, "c") == read_config(bare("phi3"), "c")
     with pytest.raises(CheckpointError, match=f"setting '{key}' = '1' is not understood for llama"):
         read_config({**bare("llama"), key: 1}, "c")
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 24}
+LLAMA_4 = {**YARN, "llama_4_scaling_beta": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "said"),
+    [
+        ("llama", {"rope_parameters": {**YARN, "truncate": None}}, "'truncate' is None, must be true or false"),
+        ("olmo3", {"rope_scaling": {**YARN, "truncate": False}}, "rope_scaling: 'truncate' is not true, which tra"),
+        (
+            "llama",
+            {"rope_parameters": {**YARN, "attention_factor": 1e5}},
+            "scale cos and sin by 100000, allowed: up to",
+        ),
+        ("ministral3", {"rope_parameters": {**LLAMA_4, "llama_4_scaling_beta": 1e5}}, "makes a scale above 65504"),
+        ("ministral3", {"rope_parameters": YARN}, "rope setting 'llama_4_scaling_beta' is missing"),
+        (
+            "smollm3",
+            {"sliding_window": None, "layer_types": ["full_attention"] * 8 + ["sliding_attention"]},
+            "layer_types has sliding_attention, but sliding_window is null",
+        ),
+    ],
+)
+def test_what_transformers_class_cannot_run_is_refused(family: str, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        read_config({**bare(family), **settings}, "c")
