@@ -127,7 +127,11 @@ def verify_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: Callable[[st
         )
     reference = Reference(checkpoint, m.max_kvcache_len)
     prompts = proof_prompts(bundle)
-    expected = [reference.greedy(ids, min(STEPS, m.max_kvcache_len - len(ids))) for ids in prompts]
+    try:
+        expected = [reference.greedy(ids, min(STEPS, m.max_kvcache_len - len(ids))) for ids in prompts]
+    except Exception as error:  # transformers raises many kinds
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ReferenceMismatch(f"{checkpoint.path}: transformers cannot run this model: {said}") from error
     bound = BOUND_TINY if sum(int(np.prod(w.shape)) for w in checkpoint.weights) < TINY else BOUND
 
     def judge(rung: str, follow: Callable[[Sequence[int], Sequence[int]], Trail]) -> None:

@@ -234,3 +234,14 @@ def test_the_oracle_shows_a_query_what_its_run_can_hold() -> None:
         [0, 1, 1, 1, 0],
         [0, 0, 1, 1, 1],
     ]
+
+
+def test_a_model_that_transformers_cannot_run_is_said(
+    checkpoint: Callable[[str], Path], bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise TypeError("no such beta")
+
+    monkeypatch.setattr(verify.Reference, "greedy", fails)
+    with pytest.raises(verify.ReferenceMismatch, match="llama: transformers cannot run this model: no such beta"):
+        climb(bundle("llama"), checkpoint("llama"))
