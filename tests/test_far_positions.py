@@ -114,7 +114,7 @@ CASES = {
         family(
             "ministral3", rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
         ),
-        inside("rope_parameters", llama_4_scaling_beta=None),
+        inside("rope_parameters", llama_4_scaling_beta=0),
     ),
     "proportional": Case(
         lambda folder: gemma4_models.save(folder, **{**gemma4_models.EXPORTED["keys"], **FAR}),

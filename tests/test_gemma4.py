@@ -258,7 +258,7 @@ def overrides(**layers: Any) -> dict[str, Any]:
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True; allowed for gemma4_text"),
         ({"attn_logit_softcapping": 50.0}, "setting 'attn_logit_softcapping' = '50.0' is not understood"),
         ({"rope_theta": 1e4}, "setting 'rope_theta' = '10000.0' is not understood"),
-        ({"sliding_window": None}, "sliding_window is None, must be an integer from 1"),
+        ({"sliding_window": None}, "layer_types has sliding_attention, but sliding_window is null"),
         ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4, allowed: up to 3"),
         ({"num_kv_shared_layers": 3}, "no layer before the last 3 is a full_attention layer"),
         ({"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1, must be an integer from 0"),

@@ -341,7 +341,7 @@ def test_every_name_of_the_decoder_is_asked_for_once(column: str) -> None:
 GEOMETRY: dict[str, dict[str, Any]] = {
     **{family: {"head_dim": 8} for family in ("glm", "glm4", "nemotron")},
     "internlm3": {"head_dim": 6, "rms_norm_eps": 1e-5},
-    "ministral3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "ministral3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0}},
     **{family: {"partial_rotary_factor": 0.34} for family in ("phi", "stablelm")},
     "gpt_neox": {"partial_rotary_factor": 0.34, "num_key_value_heads": None},
     "gpt2": {"num_key_value_heads": None},
