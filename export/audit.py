@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from rollkv.export.signature import FLOAT16_MAX
+from rollkv.models.config import FLOAT16_MAX
 from rollkv.runtime.bundle import GraphInfo, ValueInfo
 
 MAX_RANK = 4

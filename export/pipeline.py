@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from rollkv.export.write import (
 )
 from rollkv.models.checkpoint import Checkpoint
 from rollkv.models.config import RopeConfig
-from rollkv.models.decoder import position_tables
+from rollkv.models.decoder import position_tables, table_shapes
 from rollkv.models.rope import inverse_frequencies
 from rollkv.runtime.bundle import FORMAT, TABLE_BYTES, GraphInfo, Manifest, RopeInfo, SourceInfo, WeightsInfo
 
@@ -100,6 +100,7 @@ def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None 
         for role, rows in (("prefill", options.chunk_size), ("decode", 1))
     ]
     tables = {name: table.info for name, table in host_tables(checkpoint, options).items()}
+    stored = [*(weight.shape for weight in graph_weights(checkpoint, options)), *table_shapes(config).values()]
     return Manifest(
         format=FORMAT,
         rollkv=importlib.metadata.version("rollkv"),
@@ -127,21 +128,8 @@ def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None 
         image_attention=checkpoint.image_attention,
         graphs=graphs,
         kv_pairs=kv_pairs(config),
-        weights=WeightsInfo(
-            file=WEIGHTS_FILE,
-            unique_bytes=sum(4 * math.prod(shape) for shape in _stored_shapes(checkpoint, options)),
-        ),
+        weights=WeightsInfo(file=WEIGHTS_FILE, unique_bytes=sum(4 * math.prod(shape) for shape in stored)),
     )
-
-
-def _stored_shapes(checkpoint: Checkpoint, options: ExportOptions) -> Iterator[tuple[int, ...]]:
-    """Shape of every tensor of the weight file."""
-    yield from (weight.shape for weight in graph_weights(checkpoint, options))
-    config = checkpoint.config
-    for rope in config.ropes:
-        yield from [(config.max_position, rope.pairs)] * 2
-        if rope.query_scale is not None:
-            yield (config.max_position, 1)
 
 
 def _rope_info(rope: RopeConfig, slots: int) -> RopeInfo:

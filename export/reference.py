@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from rollkv.export.signature import ExportOptions
 from rollkv.export.trace import make_decoder
 from rollkv.models.checkpoint import Checkpoint, load_decoder
 from rollkv.models.config import CheckpointError, DecoderConfig
+from rollkv.models.hf_files import read_json
 from rollkv.models.tensor_views import half_order
 from rollkv.models.wrappers import WRAPPERS
 from rollkv.runtime.align import pad_left
@@ -196,10 +196,10 @@ def _of_gguf(path: Path) -> Any:
 
 
 def _as_llama(folder: Path) -> Any:
-    """InternLM3 is no class of transformers; it is llama with biases of its own choice, and here read as llama."""
+    """InternLM3 has no model class in transformers: it is llama with biases of its own choice, and read as that."""
     from transformers import LlamaConfig
 
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    raw = read_json(folder / "config.json")
     bias = bool(raw.get("bias"))
     biases = {"attention_bias": bias or bool(raw.get("qkv_bias")), "mlp_bias": bias}  # one that lacks starts at zero
     return LlamaConfig(**{**raw, **biases, "model_type": "llama"})

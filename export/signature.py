@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollkv.models.config import DecoderConfig
+from rollkv.models.config import FLOAT16_MAX, DecoderConfig
 from rollkv.runtime.bundle import KV_LAYOUTS, LayerInfo, ValueInfo
 
 DEFAULT_LENGTH, DEFAULT_CHUNK, DEFAULT_ROOM = 1024, 128, 256
 OPSETS = (13, 14, 15, 16, 17, 18)
-FLOAT16_MAX = 65504.0
 
 
 class ExportError(ValueError):

@@ -6,7 +6,7 @@ Knows no graph. `runtime/embedding.py` reads them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollkv.export.signature import ExportOptions
-from rollkv.models.checkpoint import BLOCK_BYTES, Checkpoint, Weight
+from rollkv.models.checkpoint import Checkpoint, Weight
 from rollkv.models.config import CheckpointError
 from rollkv.models.names import PER_LAYER_TABLE
 from rollkv.models.tensors import storage_type
@@ -60,7 +60,7 @@ def write_table(path: Path, table: Table, progress: Callable[[int], None]) -> No
     Raises CheckpointError when a value is not finite; OSError when the disk is full.
     """
     with path.open("xb") as file:
-        for block in stored_blocks(table):
+        for _, block in table.weight.blocks():
             if not np.isfinite(block).all():
                 raise CheckpointError(f"{table.weight.origin} is not finite; the file is damaged")
             data = pack(block, table.info.dtype)
@@ -73,20 +73,11 @@ def write_table(path: Path, table: Table, progress: Callable[[int], None]) -> No
 def table_fault(path: Path, table: Table) -> str | None:
     """Where a written table differs from the checkpoint, to the last bit; None when it does not."""
     with path.open("rb") as file:
-        for block in stored_blocks(table):
+        for _, block in table.weight.blocks():
             data = pack(block, table.info.dtype)
             if file.read(len(data)) != data:
                 return f"{path.name}: differs from the checkpoint"
         return f"{path.name}: longer than the table" if file.read(1) else None
-
-
-def stored_blocks(table: Table) -> Iterator[NDArray[np.float32]]:
-    """The rows, some at a time, as float32."""
-    stored = table.weight.stored
-    rows, width = stored.shape
-    step = max(1, BLOCK_BYTES // (4 * width))
-    for start in range(0, rows, step):
-        yield stored.read(start, min(start + step, rows))
 
 
 def pack(block: NDArray[np.float32], dtype: str) -> bytes:

@@ -21,9 +21,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from rollkv.export.signature import FLOAT16_MAX, ExportError
+from rollkv.export.signature import ExportError
 from rollkv.models.checkpoint import Weight
-from rollkv.models.config import CheckpointError
+from rollkv.models.config import FLOAT16_MAX, CheckpointError
 from rollkv.runtime.bundle import FileInfo, Manifest, hash_file
 
 WEIGHTS_FILE = "weights.bin"

@@ -14,6 +14,7 @@ NORMS = ("rms", "layer", "layer-bias")
 QK_NORMS = ("rms-head", "rms-head-late", "rms-width", "layer-head", "layer-heads")  # see layers.make_qk_norm
 ACTIVATIONS = ("silu", "gelu", "gelu-tanh", "relu", "relu2")
 BIASES = ("qkv", "out", "mlp", "head")
+FLOAT16_MAX = 65504.0  # nothing in a graph is larger: no weight, no table, no constant
 
 
 class CheckpointError(ValueError):

@@ -155,6 +155,13 @@ class Decoder(nn.Module):
         return values
 
 
+def table_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each of `position_tables`."""
+    with torch.device("meta"):
+        ropes = {rope.name: Rope(rope, config.max_position) for rope in config.ropes}
+    return {f"rope.{n}.{p}": tuple(table.shape) for n, rope in ropes.items() for p, table in rope.named_parameters()}
+
+
 def position_tables(config: DecoderConfig, slots: int) -> dict[str, Tensor]:
     """The decoder's parameters that no checkpoint holds: tables of its rotary embeddings, by parameter name.
 

@@ -66,8 +66,7 @@ def inverse_frequencies(rope: RopeConfig, slots: int) -> Tensor:
 
 def _powers(rope: RopeConfig, theta: float) -> Tensor:
     """theta^(2i / R) of the pairs that turn. The vector is no longer than needed: its last bits hang on its length."""
-    pairs = rope.rotary_dim // 2 if rope.rotated_pairs is None else rope.rotated_pairs
-    exponents = torch.arange(0, 2 * pairs, 2, dtype=torch.int64).to(torch.float32) / rope.rotary_dim
+    exponents = torch.arange(0, 2 * rope.pairs, 2, dtype=torch.int64).to(torch.float32) / rope.rotary_dim
     powers: Tensor = theta**exponents
     return powers
 

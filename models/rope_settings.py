@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
-from rollkv.models.config import ROPE_TYPES, CheckpointError, RopeConfig
+from rollkv.models.config import FLOAT16_MAX, ROPE_TYPES, CheckpointError, RopeConfig
 from rollkv.models.setting_values import MAX_POSITIONS
 
 KINDS = ("full_attention", "sliding_attention")  # of layers, where the rotary embedding hangs on it
 
-_LARGEST = 65504.0  # of a table: the largest float16
 _ORIGINAL = "original_max_position_embeddings"
 _ALIASES = {"su": "longrope", "mrope": "default"}
 _ANY_TYPE = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
@@ -127,6 +126,10 @@ def read_rope(
         sections=sections,
         **own.read(_Asked(given, numbers, rotary_dim, int(part * head_dim // 2), max_position)),
     )
+    if not rope.attention_scaling <= FLOAT16_MAX:
+        raise CheckpointError(
+            f"{where}: rope settings scale cos and sin by {rope.attention_scaling:.6g}; allowed: up to {FLOAT16_MAX:g}"
+        )
     positions = _extended(rope, max_position, where) if own.extends else max_position
     beta = given.weight("llama_4_scaling_beta")
     if not beta:
@@ -134,8 +137,10 @@ def read_rope(
     length = given.length(None if kind == "dynamic" else rope.original_max_position)
     if sections is not None:
         raise CheckpointError(f"{where}: rope settings 'mrope_section' and 'llama_4_scaling_beta' do not go together")
-    if 1 + beta * math.log(1 + positions // length) > _LARGEST:
-        raise CheckpointError(f"{where}: rope setting 'llama_4_scaling_beta' {beta} makes a scale above {_LARGEST:.0f}")
+    if 1 + beta * math.log(1 + positions // length) > FLOAT16_MAX:
+        raise CheckpointError(
+            f"{where}: rope setting 'llama_4_scaling_beta' {beta} makes a scale above {FLOAT16_MAX:.0f}"
+        )
     return replace(rope, query_scale=(beta, length)), positions
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollkv.models.config import ROPE_TYPES, CheckpointError, DecoderConfig, LayerConfig, RopeConfig
+from rollkv.models.config import FLOAT16_MAX, ROPE_TYPES, CheckpointError, DecoderConfig, LayerConfig, RopeConfig
 from rollkv.models.families import FAMILIES
 from rollkv.models.family import REQUIRED, Family, Key
 from rollkv.models.layer_settings import TURN_RULES, read_experts, read_windows
@@ -17,7 +17,6 @@ from rollkv.models.rope_settings import merge_rope, read_rope
 from rollkv.models.setting_values import MAX_POSITIONS, count, is_index, is_positive, positive, token_ids
 
 # No model is near them: a damaged number is refused before memory is asked for.
-_LARGEST_CONSTANT = 65504.0  # of a graph: the largest float16
 _LARGEST = {"num_hidden_layers": 10_000, "max_position_embeddings": MAX_POSITIONS}
 # Of every family whose row does not say otherwise. transformers reads is_causal from any config: false lets a row see
 # later tokens. partial_rotary_factor it would overlook.
@@ -173,9 +172,9 @@ def _fields(family: Family, got: Mapping[str, Any], where: str) -> dict[str, Any
                 continue
             switch = isinstance(family.settings[value.name], bool)  # and _settings has checked it
             result = value.through(setting if switch else positive(setting, value.name, where))
-            if isinstance(result, float) and not result <= _LARGEST_CONSTANT:
+            if isinstance(result, float) and not result <= FLOAT16_MAX:
                 raise CheckpointError(
-                    f"{where}: {value.name} is {setting!r}, which makes a constant above {_LARGEST_CONSTANT:.0f}"
+                    f"{where}: {value.name} is {setting!r}, which makes a constant above {FLOAT16_MAX:.0f}"
                 )
             fields[name] = result
         else:
@@ -191,6 +190,11 @@ def _stretched(merged: dict[str, Any], head_dim: int, where: str) -> dict[str, A
     known = {"rope_type", "type", "rope_theta", "alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
     if unknown := sorted(key for key in merged.keys() - known if merged[key] is not None):
         raise CheckpointError(f"{where}: rope setting {unknown[0]!r} is not understood beside alpha")
+    if head_dim <= 2 or alpha > FLOAT16_MAX:
+        raise CheckpointError(
+            f"{where}: rope setting 'alpha' is {alpha:g} with head_dim {head_dim}; allowed: up to "
+            f"{FLOAT16_MAX:.0f}, with heads larger than 2"
+        )
     return {"rope_type": "default", "rope_theta": theta * alpha ** (head_dim / (head_dim - 2))}
 
 
@@ -239,11 +243,6 @@ def _ropes(
             where=where,
             name=name,
         )
-        if not rope.attention_scaling <= _LARGEST_CONSTANT:
-            raise CheckpointError(
-                f"{where}: rope settings scale cos and sin by {rope.attention_scaling:.6g}, allowed: up to "
-                f"{_LARGEST_CONSTANT:.0f}"
-            )
         if family.query_scale and merged.get("llama_4_scaling_beta") is None:
             raise CheckpointError(f"{where}: rope setting 'llama_4_scaling_beta' is missing")
         if rope.query_scale is not None and not family.query_scale:

@@ -43,6 +43,16 @@ from rollkv.models.settings import read_config
             {"rope_scaling": {"type": "dynamic", "alpha": 10.0, "gamma": 1}},
             "rope setting 'gamma' is not understood beside alpha",
         ),
+        (
+            "hunyuan_v1_dense",
+            {"head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 10.0}},
+            "rope setting 'alpha' is 10 with head_dim 2; allowed: up to 65504, with heads larger than 2",
+        ),
+        (
+            "hunyuan_v1_dense",
+            {"rope_scaling": {"type": "dynamic", "alpha": 1e300}},
+            "rope setting 'alpha' is 1e+300 with head_dim",
+        ),
     ],
 )
 def test_what_transformers_class_reads_otherwise_is_refused(family: str, settings: dict[str, Any], said: str) -> None:
@@ -76,7 +86,7 @@ LLAMA_4 = {**YARN, "llama_4_scaling_beta": 0.1}
         (
             "llama",
             {"rope_parameters": {**YARN, "attention_factor": 1e5}},
-            "scale cos and sin by 100000, allowed: up to",
+            "scale cos and sin by 100000; allowed: up to 65504",
         ),
         ("ministral3", {"rope_parameters": {**LLAMA_4, "llama_4_scaling_beta": 1e5}}, "makes a scale above 65504"),
         ("ministral3", {"rope_parameters": YARN}, "rope setting 'llama_4_scaling_beta' is missing"),
