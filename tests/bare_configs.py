@@ -14,15 +14,8 @@ from rollkv.models.families import FAMILIES
 from rollkv.models.family import REQUIRED
 from rollkv.models.settings import read_config
 
-BARE = {
-    "model_type": "llama",
-    "vocab_size": 307,
-    "hidden_size": 36,
-    "intermediate_size": 50,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
+BARE = {"model_type": "llama"} | {
+    key: value for key, value in SMALL.items() if key not in ("initializer_range", "bos_token_id", "eos_token_id")
 }
 LLAMA3 = {
     "rope_type": "llama3",

@@ -9,19 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-BASE = {
-    "vocab_size": 211,
-    "hidden_size": 36,
-    "intermediate_size": 50,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+from conftest import SMALL
+
+BASE = {**SMALL, "vocab_size": 211, "pad_token_id": 0}
 SQUARE = {"num_attention_heads": 9, "num_key_value_heads": 3}  # kv heads == heads / kv heads
 WIDE = {"head_dim": 16}  # 6 x 16 != 36
 GPT2 = {

@@ -1,61 +1,15 @@
-import copy
-import hashlib
-import json
-import random
 from pathlib import Path
 
 import pytest
-from toy_model import toy_bundle
+from bundle_folders import FILES, at, listing, load, plain_folder, refusal, save
 
 from rollkv.runtime import bundle as bundle_module
 from rollkv.runtime.bundle import BundleError, Manifest, hash_file, open_bundle
 
-FILES = {"prefill.onnx": b"prefill", "decode.onnx": b"decode", "weights.bin": b"w" * 1000, "tokenizer.json": b"{}"}
-
 
 @pytest.fixture
 def folder(tmp_path):
-    """A bundle's folder; the graphs in it are no graphs, which nobody looks at when it is opened."""
-    path = tmp_path / "b"
-    path.mkdir()
-    for name, content in FILES.items():
-        (path / name).write_bytes(content)
-    raw = json.loads(toy_bundle(window=5, eos=[2]).manifest.to_json())
-    raw["rope"] = {"full": {"inv_freq": [1.0, 0.5], "rotary_dim": 4, "interleaved": False, "attention_scaling": 1.0}}
-    raw["files"] = {
-        name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in FILES.items()
-    }
-    save(path, raw)
-    return path
-
-
-def load(folder):
-    return json.loads((folder / "manifest.json").read_text("utf-8"))
-
-
-def save(folder, raw):
-    (folder / "manifest.json").write_text(json.dumps(raw), "utf-8")
-
-
-def at(raw, path):
-    for key in path:
-        raw = raw[key]
-    return raw
-
-
-def refusal(folder):
-    """The message of opening it, one line that names the manifest or the file."""
-    with pytest.raises(BundleError) as caught:
-        open_bundle(folder)
-    assert caught.value.exit_code == 2
-    message = str(caught.value)
-    assert "\n" not in message
-    assert message.startswith(str(folder))
-    return message
-
-
-def listing(folder):
-    return {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.iterdir()}
+    return plain_folder(tmp_path)
 
 
 # Field -> a value of another type. Lists and objects are checked inside too.
@@ -352,86 +306,6 @@ def test_a_file_that_may_not_be_read_is_named(folder, monkeypatch, name):
     monkeypatch.setattr(Path, "open", denied)
     monkeypatch.setattr(Path, "read_text", lambda path, encoding: path.open(encoding=encoding).read())
     assert refusal(folder) == f"{folder / name}: cannot be read: Permission denied"
-
-
-JUNK = [
-    None,
-    True,
-    0,
-    -1,
-    2**70,
-    -(10**400),
-    1.5,
-    1e999,
-    float("nan"),
-    "",
-    "\ud800",
-    "../x",
-    "\0",
-    [],
-    {},
-    [[]],
-    {"a": 1},
-]
-
-
-def corrupted(raw, rng):
-    """One to three values anywhere in it replaced, removed or added."""
-    raw = copy.deepcopy(raw)
-    for _ in range(rng.randint(1, 3)):
-        node = raw
-        while True:
-            keys = list(node) if isinstance(node, dict) else range(len(node))
-            if not keys:
-                break
-            key = rng.choice(keys)
-            if isinstance(node[key], (dict, list)) and rng.random() < 0.8:
-                node = node[key]
-                continue
-            if rng.random() < 0.3:
-                del node[key]
-            else:
-                node[key] = copy.deepcopy(rng.choice(JUNK))
-            break
-        if isinstance(node, dict) and rng.random() < 0.2:
-            node[rng.choice(["", "..", "a/b", "\ud800", "\0", "x" * 300])] = copy.deepcopy(rng.choice(JUNK))
-    return raw
-
-
-def opens_or_is_refused(folder):
-    try:
-        open_bundle(folder)
-    except BundleError as error:
-        message = str(error)
-    else:
-        return
-    assert message.startswith(str(folder))
-
-
-def test_no_corrupted_manifest_gives_anything_but_a_refusal(folder):
-    raw, rng = load(folder), random.Random(11)
-    for _ in range(600):
-        save(folder, corrupted(raw, rng))
-        opens_or_is_refused(folder)
-
-
-def test_no_damaged_bytes_of_a_manifest_give_anything_but_a_refusal(folder):
-    file, rng = folder / "manifest.json", random.Random(12)
-    text = file.read_bytes()
-    for _ in range(400):
-        damaged = bytearray(text[: rng.choice([len(text), rng.randrange(len(text))])])
-        for _ in range(rng.randint(0, 4)):
-            if damaged:
-                damaged[rng.randrange(len(damaged))] = rng.choice(b'{}[]",:0-9e.nt\\ \xff\x00')
-        file.write_bytes(bytes(damaged))
-        opens_or_is_refused(folder)
-
-
-@pytest.mark.parametrize("depth", [100, 900, 960, 980, 990, 1000, 5000])
-def test_a_manifest_however_deep_is_refused(folder, depth):
-    text = json.dumps({**load(folder), "chunk_size": "HERE"}).replace('"HERE"', "[" * depth + "]" * depth)
-    (folder / "manifest.json").write_text(text, "utf-8")
-    refusal(folder)
 
 
 def test_layers_with_different_windows_are_refused(folder):

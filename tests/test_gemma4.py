@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 from conftest import export
 from gemma4_models import BASE, EXPERTS, EXPORTED, FULL, IN_TORCH, ROPE, SHARED, SLIDING, save
-from proof import prove
+from proof import RowsBackend, prove
 
 from rollkv.models.checkpoint import open_checkpoint
 from rollkv.models.config import CheckpointError, DecoderConfig
 from rollkv.models.settings import read_config
-from rollkv.runtime.backend import Backend
-from rollkv.runtime.bundle import Bundle, GraphInfo
+from rollkv.runtime.bundle import Bundle
 from rollkv.runtime.session import Session
 
 Made = Callable[[str], tuple[Path, Bundle]]
@@ -55,19 +54,6 @@ def in_torch(source: Path, folder: Path, **settings: Any) -> Session:
     return Session(Bundle(folder, describe(checkpoint, options)), backend=TorchBackend(checkpoint, options))
 
 
-class Rows:
-    """A backend that keeps the logits of every row that another gives."""
-
-    def __init__(self, inner: Backend) -> None:
-        self.inner = inner
-        self.rows: list[Any] = []
-
-    def run(self, graph: GraphInfo, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
-        outputs = self.inner.run(graph, feeds)
-        self.rows.append(outputs["logits"][0].copy())
-        return outputs
-
-
 def reference(source: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
@@ -84,7 +70,7 @@ def worst_error(model: Any, session: Session, lengths: Sequence[int], decoded: i
     inner, worst = session.backend, 0.0
     for n in lengths:
         ids = np.random.default_rng(n).integers(0, BASE["vocab_size"], n).tolist()
-        session.backend = rows = Rows(inner)
+        session.backend = rows = RowsBackend(inner)
         session.reset()
         session.prefill(ids[: n - decoded])
         for token in ids[n - decoded :]:

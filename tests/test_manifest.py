@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from test_bundle import corrupted, opens_or_is_refused
+from bundle_folders import corrupted, opens_or_is_refused
 from toy_embeds import ROWS, embeds_manifest, save_bundle
 from toy_model import H, V, toy_bundle
 

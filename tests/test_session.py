@@ -2,7 +2,7 @@ import random
 
 import numpy as np
 import pytest
-from toy_model import Failing, M, ToyBackend, V, close, run_ends, some_ids, toy, toy_bundle, whole_pass
+from toy_model import M, ToyBackend, V, close, run_ends, some_ids, toy, toy_bundle, whole_pass
 
 from rollkv.runtime.align import PromptError
 from rollkv.runtime.session import LimitError, Session
@@ -342,60 +342,6 @@ def test_a_prompt_that_fits_is_not_truncated():
     session, _ = toy(c=5, L=12)
     reply = session.generate(range(12), truncate="left")
     assert (reply.prompt_tokens, reply.truncated) == (12, 0)
-
-
-# Failures of the backend
-
-
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_after_a_failure_the_tokens_say_what_went_through_and_the_session_goes_on(at):
-    bundle = toy_bundle(c=4)
-    session = Session(bundle, backend=Failing(bundle, at))
-    ids = some_ids(11)
-    with pytest.raises(RuntimeError, match="the board is gone"):
-        session.prefill(ids)
-    done = [0, 3, 7][at - 1]
-    assert session.tokens == ids[:done]
-    close(session.prefill(ids[done:]), whole_pass(ids)[-1])
-    session.reset()
-    close(session.prefill(ids), whole_pass(ids)[-1])
-
-
-def test_reset_clears_a_cache_that_holds_nan():
-    class Poisoned(ToyBackend):
-        poison = True
-
-        def run(self, graph, feeds):
-            outputs = super().run(graph, feeds)
-            for name, array in outputs.items():
-                if self.poison and name != "logits":
-                    array[:] = np.nan
-            return outputs
-
-    bundle = toy_bundle()
-    backend = Poisoned(bundle)
-    session = Session(bundle, backend=backend)
-    session.prefill(some_ids(20))
-    backend.poison = False
-    session.reset()
-    ids = some_ids(9, seed=4)
-    close(session.prefill(ids), whole_pass(ids)[-1])
-
-
-def test_an_interrupt_between_two_rolls_forgets_everything_rather_than_half(monkeypatch):
-    session, _ = toy(c=4, L=12)
-    session.prefill(range(5))
-    second = list(session._caches.values())[1]
-    with monkeypatch.context() as patch:
-        patch.setattr(second, "roll", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            session.decode(5)
-    assert session.tokens == []
-    close(session.prefill(range(6)), whole_pass(range(6))[-1])
-
-
-def interrupted(*_):
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("ids", ["123", [1.9], [1, None], [[1]]])

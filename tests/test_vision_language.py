@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import export
 from family_shapes import make_family
-from proof import prove
+from proof import RowsBackend, prove
 from vision_models import IMAGE, MODELS, PAD, change_config, features, image_inputs, load, some_ids
 
 from rollkv.export.reference import LiteralHost, Reference
@@ -38,28 +38,16 @@ def bundle(saved: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory
     return get
 
 
-class Rows:
-    """A backend that keeps the logits of every row of every run."""
-
-    def __init__(self, bundle: Bundle) -> None:
-        self.inner, self.logits = OrtBackend(bundle), []  # type: Any, list[np.ndarray]
-
-    def run(self, graph: Any, feeds: Any) -> Any:
-        outputs = self.inner.run(graph, feeds)
-        self.logits.append(np.array(outputs["logits"][0]))
-        return outputs
-
-
 def prefill(session: Session, *given: Any, **more: Any) -> np.ndarray:
     """The logits (n, V) of every real row of a prompt in a new session."""
     session.reset()
-    session.backend.logits.clear()
+    session.backend.rows.clear()
     session.prefill(*given, **more)
-    return np.concatenate(session.backend.logits)[-session.position :]
+    return np.concatenate(session.backend.rows)[-session.position :]
 
 
 def rows_session(bundle: Bundle) -> Session:
-    return Session(bundle, backend=Rows(bundle))
+    return Session(bundle, backend=RowsBackend(OrtBackend(bundle)))
 
 
 def assert_close(got: np.ndarray, want: np.ndarray) -> None:

@@ -12,23 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from family_shapes import BASE as SHAPE
 from gemma4_models import BASE, SHARED
 from safetensors.numpy import load_file, save_file
 
 IMAGE = 7  # id of the token that an image's features take the place of
 PAD = 3  # of gemma4: whose per-layer rows an image's tokens have
-TEXT: dict[str, Any] = {
-    "vocab_size": 211,
-    "hidden_size": 36,
-    "intermediate_size": 50,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+TEXT = {key: value for key, value in SHAPE.items() if key != "initializer_range"}
 TOWER = {
     "hidden_size": 16,
     "intermediate_size": 20,
