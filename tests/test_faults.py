@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from toy_embeds import embeds_manifest, save_bundle
 from toy_model import ToyBackend, close, some_ids, toy_bundle, whole_pass
+from toy_reference import Record
 
 from rollkv.runtime.bundle import open_bundle
 from rollkv.runtime.loaded import LoadedBundle
@@ -18,16 +19,15 @@ WAYS = [{"addresses": "moving"}, {"addresses": "fixed"}, {"addresses": "moving",
 
 
 class Faulty(ToyBackend):
-    """In the run of the number `at`, once, does what `fault` says; keeps the feeds of the last run as they are."""
+    """In the run of the number `at`, once, does what `fault` says; copies of the feeds of all others are kept."""
 
     def __init__(self, bundle, at=0, fault=None, error=RuntimeError):
         super().__init__(bundle)
         self.left, self.fault, self.error = at, fault, error
-        self.feeds = {}
+        self.fed = []
 
     def run(self, graph, feeds):
         self.left -= 1
-        self.feeds = feeds
         now = self.fault if self.left == 0 else None
         if now == "before":
             raise self.error("the board is gone")
@@ -42,6 +42,8 @@ class Faulty(ToyBackend):
             outputs["logits"][..., -1, 3] = float(now)
         elif now is not None:  # a name of an output
             outputs[now][0, -1] = np.nan
+        if now is None:
+            self.fed.append({name: array.copy() for name, array in feeds.items()})
         return outputs
 
 
@@ -89,20 +91,25 @@ def test_a_decode_step_that_fails_can_be_done_again(fault, way):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("fault", ["before", "during", "after"])
+@pytest.mark.parametrize("fault", ["before", "during", "after", "nan", "new_key_0"])
 @pytest.mark.parametrize("policy", ["roll", "sinks"])
-def test_a_run_that_would_have_evicted_and_fails_loses_nothing_that_is_still_said_to_be_held(policy, fault, way):
-    session, _ = faulty(7, fault, way=way, C=24)
-    ids = some_ids(24)
+@pytest.mark.parametrize("back", [0, 2, 23])
+def test_a_run_that_would_have_evicted_and_fails_has_evicted_nothing(back, policy, fault, way):
+    session, backend = faulty(7, fault, way=way, window=None)
+    ids, limit = some_ids(24), {"on_limit": policy, **({"sinks": 2} if policy == "sinks" else {})}
     session.prefill(ids)  # six runs
-    with pytest.raises(RuntimeError, match="the board is gone"):
-        session.prefill([5, 6, 7, 8], on_limit=policy, **({"sinks": 2} if policy == "sinks" else {}))
+    with pytest.raises((RuntimeError, NonFiniteLogits)):
+        session.prefill([5, 6, 7, 8], **limit)
     assert session.tokens in ([], ids)
-    if session.position:
-        session.rewind(22)  # nothing was evicted
-        close(session.prefill([9, 9]), whole_pass([*ids[:22], 9, 9], 5)[-1])
-    else:
-        close(session.prefill(ids), whole_pass(ids, 5)[-1])
+    if session.tokens:
+        session.rewind(24 - back)
+    for seed, n in enumerate((1, 4, 23, 1)):  # up to C, and past it
+        logits = session.prefill(some_ids(n, seed), **limit)
+        record = Record()
+        for feeds in backend.fed:
+            record.take(feeds, limit.get("sinks", 0))
+        assert session.tokens == record.tokens
+        close(logits, record.logits(session.bundle)[-1])
 
 
 # What comes back is no number
@@ -123,9 +130,9 @@ def test_what_is_not_finite_is_refused_and_leaves_no_trace_in_the_cache(at, faul
     assert session.position in (0, [7, 11][at - 3])
     done = session.position
     session.decode(ids[done])
-    for name, array in backend.feeds.items():
+    for name, array in backend.fed[-1].items():
         assert np.isfinite(array).all(), name
-    past = backend.feeds["past_key_0"][0]
+    past = backend.fed[-1]["past_key_0"][0]
     assert not past[: 24 - done].any()  # never written, or zeroed
     assert past[24 - done :].any(axis=(1, 2)).all()
     check_goes_on(session, ids)
