@@ -74,7 +74,10 @@ class PromptLookup:
         return []
 
     def _follow(self, tokens: Sequence[int]) -> None:
-        """Bring the index from the tokens that it has to `tokens`."""
+        """Bring the index from the tokens that it has to `tokens`.
+
+        Where the last of the indexed tokens are still in place, those before them are taken to be so too.
+        """
         known = len(self._tokens)
         tail = max(0, known - _TAIL)
         if len(tokens) < known or list(tokens[tail:known]) != self._tokens[tail:]:
@@ -137,7 +140,7 @@ class DraftModel:
         names = f"the draft {draft.source.id}", f"the target {target.source.id}"
         if draft.vocab_size != target.vocab_size:
             raise SpeculationError(
-                f"{names[0]} has {draft.vocab_size} ids, {names[1]} has {target.vocab_size}; they must share a tokenizer"
+                f"{names[0]} has {draft.vocab_size} ids, {names[1]} has {target.vocab_size}; both must have the same"
             )
         files = draft.files.get("tokenizer.json"), target.files.get("tokenizer.json")
         if files[0] is not None and files[1] is not None and files[0].sha256 != files[1].sha256:
