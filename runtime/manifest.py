@@ -158,9 +158,7 @@ class Manifest:
     kv_pairs: list[list[str]]
     weights: WeightsInfo
     files: dict[str, FileInfo] = field(default_factory=dict)
-    chunk_sizes: list[int] = field(
-        default_factory=list
-    )  # rows of the prefill graphs, ascending; empty: chunk_size alone
+    chunk_sizes: list[int] = field(default_factory=list)  # rows of the prefill graphs, ascending; empty: chunk_size
     embedding: TableInfo | None = None  # where the graphs take embeddings: (V, H)
     per_layer_embedding: TableInfo | None = None  # where they take per-layer inputs
     image_attention: str = "causal"  # how the model lets tokens of one image see each other; the graphs are causal
