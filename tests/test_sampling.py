@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
+import tracemalloc
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,6 +99,10 @@ def test_no_function_writes_into_the_callers_logits() -> None:
         sampling.keep_top_k(logits, 0),
         sampling.keep_top_p(logits, 1.0),
         sampling.keep_min_p(logits, 0.0),
+        sampling.add_bias(logits, {1: 2.0}),
+        sampling.add_bias(logits, {}),
+        sampling.ban(logits, [1]),
+        sampling.score(logits, [1], SamplingOptions()),
         sampling.warp(logits, [], SamplingOptions(temperature=1.0)),
     ]
     Sampler(SamplingOptions(temperature=1.0, repetition_penalty=1.1, top_k=5, top_p=0.5, min_p=0.1)).pick(logits, [1])
@@ -241,3 +250,107 @@ def test_a_token_without_an_id_is_not_penalised() -> None:
 def test_a_seen_id_without_a_logit_is_refused(seen: list[int]) -> None:
     with pytest.raises(SamplingError, match=rf"seen holds token id {seen[1]}; allowed: 0 .. {V - 1}"):
         Sampler(SamplingOptions(repetition_penalty=1.1)).pick(random_logits(0), seen)
+
+
+# Bias and banned ids
+
+
+@pytest.mark.parametrize("bias", [{3: 5.0}, {0: -1e9, V - 1: 2.5, 17: 0.0}])
+def test_a_logit_bias_equals_transformers(bias: dict[int, float]) -> None:
+    processor = hf.SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
+    for seed in range(5):
+        logits = random_logits(seed)
+        same(sampling.add_bias(logits, bias), reference(processor, logits))
+
+
+def test_bias_penalty_and_banned_ids_come_in_the_order_of_generate() -> None:
+    seen = [1, 5, 9, 40, 41]
+    bias = {5: 9.0, 40: -9.0, 77: 3.0, 2: 50.0}
+    chain = hf.LogitsProcessorList(
+        [
+            hf.SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()}),
+            hf.RepetitionPenaltyLogitsProcessor(1.4),
+            hf.MinNewTokensLengthLogitsProcessor(len(seen), 3, [2, 11], device="cpu"),
+            hf.TemperatureLogitsWarper(0.8),
+            hf.TopKLogitsWarper(50),
+        ]
+    )
+    options = SamplingOptions(temperature=0.8, top_k=50, repetition_penalty=1.4, logit_bias=bias)
+    greedy = SamplingOptions(repetition_penalty=1.4, logit_bias=bias)
+    for seed in range(10):
+        logits = random_logits(seed, 2.0)
+        want = torch.softmax(chain(torch.tensor([seen]), torch.tensor(logits)[None])[0].double(), -1).numpy()  # type: ignore[arg-type]
+        got = sampling.softmax(sampling.warp(logits, seen, options, banned=[2, 11]))
+        np.testing.assert_array_equal(got == 0, want == 0)
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+        assert Sampler(greedy).pick(logits, seen, banned=[2, 11]) == int(want.argmax())
+        assert Sampler(greedy).pick(logits, seen) == 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_a_banned_id_is_never_chosen(temperature: float) -> None:
+    logits = np.array([1.0, 9.0, 8.0, -4.0], np.float32)
+    sampler = Sampler(SamplingOptions(temperature=temperature, seed=0, repetition_penalty=2.0))
+    picked = {sampler.pick(logits, [1], banned={1, 3, 700, -2}) for _ in range(200)}
+    assert picked == ({2} if temperature == 0 else {0, 2})
+    assert sampler.pick(logits, [], banned=[0, 1, 2]) == 3
+    with pytest.raises(SamplingError, match="each of the 4 tokens is banned; allowed: at least one"):
+        sampler.pick(logits, [], banned=range(4))
+
+
+def test_a_huge_bias_stays_finite() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for temperature in (0.0, 1.0):
+            options = SamplingOptions(logit_bias={1: 1e300, 2: -1e300}, temperature=temperature, seed=0)
+            assert Sampler(options).pick(random_logits(0), []) == 1
+
+
+@pytest.mark.parametrize(
+    ("bias", "said"),
+    [
+        ({-1: 1.0}, "a token id of logit_bias is -1; allowed: an integer >= 0"),
+        ({1.5: 1.0}, "a token id of logit_bias is 1.5; allowed: an integer >= 0"),
+        ({True: 1.0}, "a token id of logit_bias is True; allowed: an integer >= 0"),
+        ({3: float("inf")}, "logit_bias of token id 3 is inf; allowed: a finite number"),
+        ({3: float("nan")}, "logit_bias of token id 3 is nan; allowed: a finite number"),
+        ({3: "much"}, "logit_bias of token id 3 is 'much'; allowed: a finite number"),
+        ([3], "logit_bias is [3]; allowed: a mapping of token ids to numbers"),
+        (None, "logit_bias is None; allowed: a mapping of token ids to numbers"),
+    ],
+)
+def test_a_bias_that_is_none_is_refused(bias: Any, said: str) -> None:
+    with pytest.raises(SamplingError) as caught:
+        SamplingOptions(logit_bias=bias)
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bias_of_an_id_without_a_logit_is_refused(temperature: float) -> None:
+    options = SamplingOptions(logit_bias={2: 1.0, V: 1.0}, temperature=temperature)
+    with pytest.raises(SamplingError, match=rf"logit_bias holds token id {V}; allowed: 0 .. {V - 1}, the vocabulary"):
+        Sampler(options).pick(random_logits(0), [])
+
+
+def test_options_keep_a_bias_of_their_own_which_nobody_changes() -> None:
+    given: dict[int, float] = {np.int64(3): np.float32(0.5)}  # type: ignore[dict-item]
+    options = SamplingOptions(logit_bias=given)
+    given[4] = 1.0
+    assert options.logit_bias == {3: 0.5}
+    with pytest.raises(TypeError):
+        options.logit_bias[5] = 1.0  # type: ignore[index]
+    assert options == SamplingOptions(logit_bias={3: 0.5})
+    assert hash(options) == hash(SamplingOptions(logit_bias={3: 0.5}))
+    assert options != SamplingOptions()
+    for same_again in (copy.deepcopy(options), pickle.loads(pickle.dumps(options)), dataclasses.replace(options)):
+        assert same_again == options
+
+
+def test_a_greedy_step_copies_nothing_as_large_as_the_logits() -> None:
+    logits, sampler = np.random.default_rng(0).normal(size=49152).astype(np.float32), Sampler(SamplingOptions())
+    sampler.pick(logits, [])
+    tracemalloc.start()
+    sampler.pick(logits, [])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < logits.nbytes / 8
