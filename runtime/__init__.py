@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollkv.runtime.bundle import Bundle, open_bundle
+    from rollkv.runtime.chat import Chat
     from rollkv.runtime.sampling import SamplingOptions
     from rollkv.runtime.session import Session
-    from rollkv.runtime.text import Chat
 
 __all__ = ["Bundle", "Chat", "SamplingOptions", "Session", "open_bundle"]
 
 _HOME = {
     "Bundle": "bundle",
-    "Chat": "text",
+    "Chat": "chat",
     "SamplingOptions": "sampling",
     "Session": "session",
     "open_bundle": "bundle",
