@@ -30,9 +30,9 @@ from rollkv.export.reference import (
 )
 from rollkv.export.trace import trace_graphs
 from rollkv.models.checkpoint import Checkpoint
-from rollkv.runtime.align import plan_runs
 from rollkv.runtime.backend import Array, Backend, OrtBackend, available_threads
 from rollkv.runtime.bundle import SLOT_AXES, Bundle, GraphInfo, Manifest
+from rollkv.runtime.cover import plan_runs
 from rollkv.runtime.session import Session
 
 STEPS = 6  # tokens decoded after each prompt

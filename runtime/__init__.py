@@ -7,14 +7,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollkv.runtime.bundle import Bundle, open_bundle
     from rollkv.runtime.chat import Chat
+    from rollkv.runtime.loaded import LoadedBundle
+    from rollkv.runtime.prefix import PrefixStore
     from rollkv.runtime.sampling import SamplingOptions
     from rollkv.runtime.session import Session
+    from rollkv.runtime.speculation import DraftModel, PromptLookup
 
-__all__ = ["Bundle", "Chat", "SamplingOptions", "Session", "open_bundle"]
+__all__ = [
+    "Bundle",
+    "Chat",
+    "DraftModel",
+    "LoadedBundle",
+    "PrefixStore",
+    "PromptLookup",
+    "SamplingOptions",
+    "Session",
+    "open_bundle",
+]
 
 _HOME = {
     "Bundle": "bundle",
     "Chat": "chat",
+    "DraftModel": "speculation",
+    "LoadedBundle": "loaded",
+    "PrefixStore": "prefix",
+    "PromptLookup": "speculation",
     "SamplingOptions": "sampling",
     "Session": "session",
     "open_bundle": "bundle",

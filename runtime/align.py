@@ -1,4 +1,4 @@
-"""Fitting tokens to fixed shapes: padding, truncation, positions, and which runs take a prompt.
+"""Fitting tokens to fixed shapes: padding, truncation and positions.
 
 Pure functions on NumPy arrays and numbers; counts of real tokens drive them, never token ids.
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,14 +25,6 @@ class LimitError(ValueError):
     """The cache or the model's positions are used up."""
 
     exit_code = 2
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of a graph: `rows` rows, of which the first `pads` are pads."""
-
-    rows: int
-    pads: int
 
 
 def aligned_length(n: int, c: int) -> int:
@@ -168,22 +159,6 @@ def run_positions(past: int, pads: int, rows: int) -> NDArray[np.int64]:
     positions = np.zeros(rows, np.int64)
     positions[pads:] = np.arange(past, past + rows - pads)
     return positions
-
-
-def plan_runs(n: int, past: int, c: int, kv_len: int) -> list[Run]:
-    """The runs that take n new tokens after `past` others: the padded one first, full ones after it.
-
-    A run of c rows drops c slots whatever its pads, so a padded run is used only while P + c <= C. Later the
-    remainder goes one by one. A full run with P + c > C forgets tokens: the caller asks for it only when it may.
-    """
-    rest = n % c
-    if rest == 0:
-        first = []
-    elif past + c <= kv_len:
-        first = [Run(c, c - rest)]
-    else:
-        first = [Run(1, 0)] * rest
-    return first + [Run(c, 0)] * (n // c)
 
 
 def three_part_positions(n: int, images: Sequence[tuple[int, int, int]], start: int = 0) -> NDArray[np.int64]:

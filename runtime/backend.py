@@ -6,14 +6,15 @@ A backend knows names, shapes and types of a graph's values, and nothing of toke
 from __future__ import annotations
 
 import os
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollkv.runtime.bundle import Bundle, BundleError, GraphInfo
+from rollkv.runtime.bundle import Bundle, BundleError, GraphInfo, ValueInfo
 
 Array = NDArray[Any]
 
@@ -31,7 +32,7 @@ class FeedError(ValueError):
 
 
 class Backend(Protocol):
-    """Runs the graphs of one bundle."""
+    """Runs the graphs of one bundle. This is all that a port to a board must have."""
 
     def run(self, graph: GraphInfo, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """One run: every input by name, C-contiguous, in the graph's type; it may not change while the run lasts.
@@ -39,6 +40,47 @@ class Backend(Protocol):
         Returns every output by name. The arrays belong to the backend and hold until the next run of the same graph.
         """
         ...
+
+
+class Binding(Protocol):
+    """A graph together with the arrays that it reads and writes; whoever made it owns the arrays."""
+
+    def rebind(self, name: str, array: Array) -> None:
+        """Read this input from another array of the same shape and type, C-contiguous; it is not checked again."""
+        ...
+
+    def run(self) -> None:
+        """One run, from and into the bound arrays."""
+        ...
+
+
+class BindingBackend(Backend, Protocol):
+    """A backend that reads and writes a caller's own memory, and that several threads may use at once."""
+
+    def bind(self, graph: GraphInfo, arrays: Mapping[str, Array]) -> Binding:
+        """Bind every input and output of a graph, by name."""
+        ...
+
+
+class CopyingBinding:
+    """A binding for a backend that has none: outputs are copied out of its arrays, one run at a time."""
+
+    def __init__(self, backend: Backend, graph: GraphInfo, arrays: Mapping[str, Array], lock: threading.Lock) -> None:
+        """lock: of the backend, held during a run and until its outputs are copied."""
+        self._backend, self._graph, self._lock = backend, graph, lock
+        self._feeds = {value.name: arrays[value.name] for value in graph.inputs}
+        self._outputs = {value.name: arrays[value.name] for value in graph.outputs}
+
+    def rebind(self, name: str, array: Array) -> None:
+        """See Binding."""
+        self._feeds[name] = array
+
+    def run(self) -> None:
+        """See Binding."""
+        with self._lock:
+            outputs = self._backend.run(self._graph, dict(self._feeds))
+            for name, array in self._outputs.items():
+                np.copyto(array, outputs[name], casting="no")
 
 
 def available_threads() -> int:
@@ -82,9 +124,13 @@ class OrtBackend:
         """See Backend.run. Raises FeedError for a wrong feed, BackendError when ONNX Runtime fails."""
         return self._engines[graph.file].run(feeds)
 
+    def bind(self, graph: GraphInfo, arrays: Mapping[str, Array]) -> Binding:
+        """See BindingBackend.bind. Raises FeedError for an array that does not fit."""
+        return self._engines[graph.file].bind(arrays)
+
 
 class _Engine:
-    """One loaded graph with its output arrays."""
+    """One loaded graph."""
 
     def __init__(self, bundle: Bundle, graph: GraphInfo, threads: int, prepack: bool) -> None:
         onnxruntime = import_onnxruntime()
@@ -102,34 +148,34 @@ class _Engine:
                 f"{bundle.path / graph.file}: ONNX Runtime cannot load it: {_first_line(error)}"
             ) from None
         self._graph = graph
-        self._inputs = [(value.name, np.dtype(value.dtype), tuple(value.shape)) for value in graph.inputs]
         self._compare(bundle)
-        self._binding = self._session.io_binding()
-        self._outputs: dict[str, Array] = {}
-        for value in graph.outputs:
-            array = self._outputs[value.name] = np.zeros(value.shape, value.dtype)
-            address = array.__array_interface__["data"][0]
-            self._binding.bind_output(value.name, "cpu", 0, array.dtype, value.shape, address)
+        self._own: tuple[dict[str, Array], _OrtBinding] | None = None  # of `run`
 
     def run(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Bind, run, and give the output arrays out."""
-        bind = self._binding.bind_cpu_input  # takes the array's own memory, and costs a third of bind_input
-        for name, dtype, shape in self._inputs:
-            array = feeds.get(name)
-            if array is None or array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
-                raise FeedError(f"graph {self._graph.file}: input {name} {_fault(array, dtype, shape)}")
-            bind(name, array)
-        if len(feeds) != len(self._inputs):
-            extra = sorted(set(feeds) - {name for name, _, _ in self._inputs})
-            raise FeedError(f"graph {self._graph.file}: {extra[0]!r} is no input of it")
-        self._execute()
-        return self._outputs
+        """Run on the feeds, into arrays of its own."""
+        self._check(self._graph.inputs, feeds, "input")
+        if self._own is None:
+            outputs = {value.name: np.zeros(value.shape, value.dtype) for value in self._graph.outputs}
+            self._own = outputs, _OrtBinding(self._session, self._graph, {**feeds, **outputs})
+        outputs, binding = self._own
+        for name, array in feeds.items():
+            binding.rebind(name, array)
+        binding.run()
+        return outputs
 
-    def _execute(self) -> None:
-        try:
-            self._session.run_with_iobinding(self._binding)
-        except Exception as error:  # onnxruntime raises many kinds
-            raise BackendError(f"graph {self._graph.file}: ONNX Runtime failed: {_first_line(error)}") from None
+    def bind(self, arrays: Mapping[str, Array]) -> _OrtBinding:
+        """A binding of every input and output."""
+        self._check([*self._graph.inputs, *self._graph.outputs], arrays, "value")
+        return _OrtBinding(self._session, self._graph, arrays)
+
+    def _check(self, values: Sequence[ValueInfo], arrays: Mapping[str, Array], kind: str) -> None:
+        for value in values:
+            array, dtype, shape = arrays.get(value.name), np.dtype(value.dtype), tuple(value.shape)
+            if array is None or array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+                raise FeedError(f"graph {self._graph.file}: {kind} {value.name} {_fault(array, dtype, shape)}")
+        if len(arrays) != len(values):
+            extra = sorted(set(arrays) - {value.name for value in values})
+            raise FeedError(f"graph {self._graph.file}: {extra[0]!r} is no {kind} of it")
 
     def _compare(self, bundle: Bundle) -> None:
         """The manifest and the graph must name the same values with the same shapes and types."""
@@ -143,6 +189,32 @@ class _Engine:
                 odd = next((pair for pair in zip(says, has, strict=False) if pair[0] != pair[1]), (len(says), len(has)))
                 file = bundle.path / self._graph.file
                 raise BundleError(f"{file}: the manifest says {odd[0]}, the graph has {odd[1]}; export again")
+
+
+class _OrtBinding:
+    """A graph of ONNX Runtime with its inputs and outputs in NumPy memory.
+
+    Rebinding is what a decode step costs on the host, so `rebind` is ONNX Runtime's own method and nothing around it.
+    """
+
+    def __init__(self, session: Any, graph: GraphInfo, arrays: Mapping[str, Array]) -> None:
+        self._graph, self._session = graph, session
+        self._binding = session.io_binding()
+        self._arrays = dict(arrays)  # ONNX Runtime has their addresses only
+        for value in graph.inputs:
+            self._binding.bind_cpu_input(value.name, arrays[value.name])
+        for value in graph.outputs:
+            array = arrays[value.name]
+            address = array.__array_interface__["data"][0]
+            self._binding.bind_output(value.name, "cpu", 0, array.dtype, value.shape, address)
+        self.rebind: Callable[[str, Array], None] = self._binding.bind_cpu_input
+
+    def run(self) -> None:
+        """See Binding.run. Raises BackendError when ONNX Runtime fails."""
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:  # onnxruntime raises many kinds
+            raise BackendError(f"graph {self._graph.file}: ONNX Runtime failed: {_first_line(error)}") from None
 
 
 _ORT_TYPES = {

@@ -53,7 +53,15 @@ def run_mask(
     Row p + i (position P + i) sees the slot of position k when 0 <= k <= P + i and P + i - k < window. A pad's row
     sees nothing.
     """
-    mask = np.full((rows, kv_len), mask_value, dtype)
+    mask = np.empty((rows, kv_len), dtype)
+    fill_mask(mask, past, pads, mask_value, window)
+    return mask[None, None]
+
+
+def fill_mask(mask: NDArray[np.floating], past: int, pads: int, mask_value: float, window: int | None = None) -> None:
+    """Write the mask of one run, see `run_mask`, into an array (rows, kv_len)."""
+    rows, kv_len = mask.shape
+    mask.fill(mask_value)
     stored = kv_len - rows  # slots of the cache that the run can see
     for row in range(pads, rows):
         real = row - pads  # the run's real tokens before this one
@@ -66,4 +74,3 @@ def run_mask(
             own = stored + pads
         mask[row, stored - before : stored] = 0.0
         mask[row, own : last + 1] = 0.0
-    return mask[None, None]

@@ -3,14 +3,13 @@ import pytest
 
 from rollkv.runtime.align import (
     PromptError,
-    Run,
     aligned_length,
     pad_left,
-    plan_runs,
     run_positions,
     three_part_positions,
     truncate,
 )
+from rollkv.runtime.cover import Run, plan_runs
 
 
 def test_five_tokens_in_chunks_of_four_written_out():

@@ -6,9 +6,9 @@ import warnings
 import numpy as np
 import pytest
 
-from rollkv.runtime.align import Run
 from rollkv.runtime.backend import BackendError, FeedError, OrtBackend
 from rollkv.runtime.bundle import Bundle, BundleError, FileInfo, hash_file, open_bundle
+from rollkv.runtime.cover import Run
 from rollkv.runtime.sampling import NonFiniteLogits
 from rollkv.runtime.session import Session
 
@@ -88,6 +88,7 @@ def test_an_input_too_many_is_refused(llama):
 @pytest.mark.parametrize("n", [1, ROWS - 1, ROWS, ROWS + 1])
 def test_fully_masked_pad_rows_leave_every_output_finite(each, n):
     class Finite(OrtBackend):
+        bind = None  # so that every run comes by here
         runs = 0
 
         def run(self, graph, feeds):
@@ -133,14 +134,19 @@ def test_huge_values_in_hidden_slots_change_nothing(each, huge):
 
 def test_nan_in_the_cache_stops_the_generation_instead_of_giving_token_zero(llama):
     class Poisoned(OrtBackend):
+        bind = None
+        poison = True
+
         def run(self, graph, feeds):
-            feeds["past_value_0"][0, -1, 0, 0] = np.nan  # a hidden slot: 0 x NaN is NaN
+            if self.poison:
+                feeds["past_value_0"][0, -1, 0, 0] = np.nan  # a hidden slot: 0 x NaN is NaN
             return super().run(graph, feeds)
 
-    session = Session(llama, backend=Poisoned(llama, threads=1))
+    backend = Poisoned(llama, threads=1)
+    session = Session(llama, backend=backend)
     with pytest.raises(NonFiniteLogits, match="307 of 307 logits are not finite"):
         next(session.generate([1, 2, 3]))
-    session.backend = OrtBackend(llama, threads=1)
+    backend.poison = False
     session.reset()
     want = Session(llama, threads=1).prefill([1, 2, 3])
     np.testing.assert_array_equal(session.prefill([1, 2, 3]), want)

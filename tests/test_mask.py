@@ -3,7 +3,8 @@ import random
 import numpy as np
 import pytest
 
-from rollkv.runtime.align import pad_left, plan_runs
+from rollkv.runtime.align import pad_left
+from rollkv.runtime.cover import plan_runs
 from rollkv.runtime.mask import causal_mask, chunk_mask, run_mask
 
 M = -32768.0

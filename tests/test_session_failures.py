@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from toy_model import Failing, ToyBackend, close, some_ids, toy, toy_bundle, whole_pass
 
+from rollkv.runtime.sampling import NonFiniteLogits
 from rollkv.runtime.session import Session
 
 
@@ -21,7 +22,7 @@ def test_after_a_failure_the_tokens_say_what_went_through_and_the_session_goes_o
     close(session.prefill(ids), whole_pass(ids)[-1])
 
 
-def test_reset_clears_a_cache_that_holds_nan():
+def test_a_run_with_new_keys_that_are_not_finite_stops_and_leaves_no_trace():
     class Poisoned(ToyBackend):
         poison = True
 
@@ -35,17 +36,18 @@ def test_reset_clears_a_cache_that_holds_nan():
     bundle = toy_bundle()
     backend = Poisoned(bundle)
     session = Session(bundle, backend=backend)
-    session.prefill(some_ids(20))
+    with pytest.raises(NonFiniteLogits, match=r"new keys or values of graph prefill\.onnx are not finite"):
+        session.prefill(some_ids(20))
+    assert session.tokens == []
     backend.poison = False
-    session.reset()
     ids = some_ids(9, seed=4)
     close(session.prefill(ids), whole_pass(ids)[-1])
 
 
 def test_an_interrupt_between_two_rolls_forgets_everything_rather_than_half(monkeypatch):
-    session, _ = toy(c=4, L=12)
+    session, _ = toy(c=4, L=12, window=16)
     session.prefill(range(5))
-    second = list(session._caches.values())[1]
+    second = session.sequence.cache.groups[1].buffer
     with monkeypatch.context() as patch:
         patch.setattr(second, "roll", interrupted)
         with pytest.raises(KeyboardInterrupt):

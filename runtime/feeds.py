@@ -1,0 +1,137 @@
+"""What one graph reads and writes in one session: arrays made once, filled anew for every run, and bound to the engine.
+
+Positions and masks come from `align.py` and `mask.py`. P, p and c as in the contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollkv.runtime.align import run_positions
+from rollkv.runtime.backend import Array, Binding
+from rollkv.runtime.cover import Run
+from rollkv.runtime.embedding import EmbeddingTable
+from rollkv.runtime.kv import KvCache
+from rollkv.runtime.loaded import LoadedBundle
+from rollkv.runtime.manifest import GraphInfo
+from rollkv.runtime.mask import fill_mask
+from rollkv.runtime.prompt import Prompt
+
+_ALIGNMENT = 64  # bytes
+
+
+class GraphArrays:
+    """The arrays of one graph in one session. Inputs keep their addresses, but for caches that move."""
+
+    def __init__(self, loaded: LoadedBundle, graph: GraphInfo, cache: KvCache) -> None:
+        self.graph = graph
+        self._m, self._tables, self._cache = loaded.manifest, loaded.tables, cache
+        self._window = next((layer.window for layer in self._m.layers if layer.window is not None), None)
+        self._inputs: dict[str, Array] = {
+            value.name: np.zeros(value.shape, value.dtype)
+            for value in graph.inputs
+            if value.role not in ("past_key", "past_value")
+        }
+        logits = next(value for value in graph.outputs if value.role == "logits")
+        # What comes out lies in one stretch, so that one look finds a number that is not finite.
+        shapes = [group.shape_of(graph.rows) for group in cache.groups]
+        self._out, (first, *self.new) = _stretch([tuple(logits.shape), *shapes], logits.dtype)
+        self._more: list[Array] = []
+        if logits.dtype != self._m.dtype:
+            stretch, self.new = _stretch(shapes, self._m.dtype)
+            self._more = [stretch]
+        self._logits: Array = first[0]  # (1, V) or (rows, V)
+        self._finite = np.empty(max(len(part) for part in (self._out, *self._more)), np.bool_)
+        outputs = {logits.name: first}
+        for group, new in zip(cache.groups, self.new, strict=True):
+            outputs |= dict(zip(group.news, new, strict=True))
+        self._outputs = outputs
+        self._starts: list[int] = []  # of each buffer, as bound
+        self._binding: Binding | None = None
+        self._loaded = loaded
+
+    @property
+    def logits(self) -> Array:
+        """Of the last row, (V,); until the next run."""
+        last: Array = self._logits[-1]
+        return last
+
+    @property
+    def row_logits(self) -> Array:
+        """Of every row of a graph with head "all", (rows, V); until the next run."""
+        return self._logits
+
+    def feeds(self) -> dict[str, Array]:
+        """Every input by name, as the next run reads it."""
+        return {**self._inputs, **self._pasts()}
+
+    def fill(self, run: Run, past: int, rotary: int, prompt: Prompt) -> None:
+        """Make the inputs of a run after `past` tokens, the first of which has the rotary position `rotary`."""
+        for value in self.graph.inputs:
+            array = self._inputs.get(value.name)
+            if array is None:
+                continue
+            if value.role == "ids":
+                array[0, : run.pads] = 0
+                array[0, run.pads :] = prompt.ids
+            elif value.role in ("embeds", "per_layer_inputs"):
+                array[0, : run.pads] = 0
+                given = prompt.embeds if value.role == "embeds" else None
+                array[0, run.pads :] = _rows(self._tables, value.role, prompt) if given is None else given
+            elif value.role == "position_ids":  # (1, rows) or (3, 1, rows)
+                if prompt.positions is None:
+                    array[...] = run_positions(rotary, run.pads, run.rows)
+                else:
+                    array[:, 0, : run.pads] = 0
+                    array[:, 0, run.pads :] = prompt.positions
+            else:
+                assert value.role in ("attention_mask", "sliding_attention_mask"), value
+                window = self._window if value.role == "sliding_attention_mask" else None
+                fill_mask(array[0, 0], past, run.pads, self._m.mask_value, window)
+
+    def run(self) -> bool:
+        """Run the graph on what `fill` made and the caches as they are; whether all that came out is finite."""
+        starts = [group.buffer.start for group in self._cache.groups]
+        if self._binding is None:
+            self._binding = self._loaded.bind(self.graph, {**self.feeds(), **self._outputs})
+        elif starts != self._starts:
+            rebind = self._binding.rebind
+            for group in self._cache.groups:
+                for value, window in zip(group.pasts, group.buffer.window(), strict=True):
+                    rebind(value.name, window)
+        self._starts = starts
+        self._binding.run()
+        return all(np.isfinite(part, out=self._finite[: len(part)]).all() for part in (self._out, *self._more))
+
+    def clear(self) -> None:
+        """Zero what came out."""
+        for part in (self._out, *self._more):
+            part.fill(0)
+
+    def _pasts(self) -> dict[str, Array]:
+        return {
+            value.name: window
+            for group in self._cache.groups
+            for value, window in zip(group.pasts, group.buffer.window(), strict=True)
+        }
+
+
+def _rows(tables: Mapping[str, EmbeddingTable], role: str, prompt: Prompt) -> NDArray[np.float32]:
+    return tables[role].rows(prompt.ids)
+
+
+def _stretch(shapes: list[tuple[int, ...]], dtype: str) -> tuple[Array, list[Array]]:
+    """One flat array, and views of it in these shapes, each on an address that is a multiple of _ALIGNMENT."""
+    step = _ALIGNMENT // np.dtype(dtype).itemsize
+    sizes = [-(-int(np.prod(shape)) // step) * step for shape in shapes]
+    memory = np.zeros(sum(sizes) + step, dtype)
+    skip = -memory.__array_interface__["data"][0] % _ALIGNMENT // memory.itemsize
+    flat = memory[skip : skip + sum(sizes)]
+    ends = np.cumsum(sizes).tolist()
+    return flat, [
+        flat[end - size : end - size + int(np.prod(shape))].reshape(shape)
+        for end, size, shape in zip(ends, sizes, shapes, strict=True)
+    ]

@@ -1,0 +1,93 @@
+"""A bundle in memory: its graphs, weights and tables, loaded once and shared by any number of sessions.
+
+Has nothing of a sequence: tokens and caches are a `Session`'s. Threads may share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import threading
+import time
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from rollkv.runtime.backend import Array, Backend, Binding, CopyingBinding, OrtBackend
+from rollkv.runtime.bundle import Bundle, GraphInfo, Manifest, open_bundle
+from rollkv.runtime.embedding import EmbeddingTable
+
+
+class LoadedBundle:
+    """What N sessions have in common."""
+
+    def __init__(
+        self,
+        bundle: str | Path | Bundle,
+        *,
+        backend: Backend | None = None,
+        threads: int | None = None,
+        low_memory: bool = False,
+        costs: Mapping[int, float] | None = None,
+    ) -> None:
+        """bundle: the folder, or one that is open. backend: what runs the graphs, by default ONNX Runtime.
+
+        costs: rows of a graph -> what a run of it costs, in any unit; by them prompts are divided among chunk sizes.
+        Raises BundleError when the folder does not hold a bundle.
+        """
+        self.bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
+        self.backend: Backend = backend or OrtBackend(self.bundle, threads, low_memory)
+        m = self.bundle.manifest
+        graphs = sorted((graph for graph in m.graphs if graph.role == "prefill"), key=lambda graph: graph.rows)
+        self.prefill: dict[int, GraphInfo] = {graph.rows: graph for graph in graphs}
+        self.decode: GraphInfo = next(graph for graph in m.graphs if graph.role == "decode")
+        self.costs = dict(costs or {})
+        roles = {value.role for value in self.decode.inputs}
+        self.tables = {
+            role: EmbeddingTable(self.bundle.path / table.file, table)
+            for role, table in (("embeds", m.embedding), ("per_layer_inputs", m.per_layer_embedding))
+            if role in roles and table is not None
+        }
+        self._running = threading.Lock()
+
+    @property
+    def manifest(self) -> Manifest:
+        """The bundle's manifest."""
+        return self.bundle.manifest
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the manifest, which holds the hashes of all other files: what a cache that was saved belongs to."""
+        return hashlib.sha256(self.manifest.to_json().encode()).hexdigest()
+
+    def graphs_with_all_rows(self) -> list[GraphInfo]:
+        """Prefill graphs of two and more rows that give the logits of every row, the smallest first."""
+        return [graph for rows, graph in self.prefill.items() if graph.head == "all" and rows > 1]
+
+    def bind(self, graph: GraphInfo, arrays: Mapping[str, Array], backend: Backend | None = None) -> Binding:
+        """A graph with the arrays of a session, every input and output by name."""
+        backend = backend or self.backend
+        bind = getattr(backend, "bind", None)
+        if bind is None:
+            return CopyingBinding(backend, graph, arrays, self._running)
+        binding: Binding = bind(graph, arrays)
+        return binding
+
+    def measure(self, repeats: int = 3) -> dict[int, float]:
+        """Time every graph and set `costs`: rows -> seconds, the median of `repeats` runs after one to warm up.
+
+        Every slot is visible, as at the end of a full cache.
+        """
+        costs = {}
+        for graph in (self.decode, *self.prefill.values()):
+            arrays = {value.name: np.zeros(value.shape, value.dtype) for value in (*graph.inputs, *graph.outputs)}
+            binding, times = self.bind(graph, arrays), []
+            for _ in range(repeats + 1):
+                start = time.perf_counter()
+                binding.run()
+                times.append(time.perf_counter() - start)
+            costs[graph.rows] = statistics.median(times[1:])
+        self.costs = costs
+        return dict(costs)

@@ -1,0 +1,388 @@
+"""What a session knows after some tokens: as a value, as a file, and as a store of several in memory.
+
+Knows no graph and no session: a session makes a `Snapshot` of its cache, and takes one over.
+
+A file holds, little-endian: 8 bytes `MAGIC`, the format (uint32), the length of the header (uint32), the header's
+sha256 (32 bytes), the header, zeros up to a multiple of 64 bytes, and then the data: the parts in turn, in C order,
+with zeros between them so that each starts at a multiple of 64 bytes; the last one ends the file. The header is JSON:
+`bundle`, `tokens`, `known`, `offsets` as in `Snapshot`; `parts`, each with `first`, `window`, `dtype`, `shape` and
+`offset`, counted from where the data starts; `sha256` of the data. A reader refuses a higher format and ignores unknown
+keys. The numbers are read as numbers: nothing in a file is ever run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import operator
+import os
+import reprlib
+import secrets
+import stat
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = b"RKPREFIX"
+FORMAT = 1
+_START = struct.Struct("<8sII32s")  # magic, format, length of the header, its sha256
+_ALIGN = 64  # bytes
+_HEADER_MAX = 64 << 20  # bytes: some 6 million tokens
+_STORED = {"float32": "<f4", "float16": "<f2"}  # dtype of a part -> how its numbers lie in the file
+_INT_MAX = 2**31 - 1
+_TOKEN_BYTES = 40  # of an id in a tuple: a pointer and a Python integer
+
+
+class PrefixError(ValueError):
+    """A saved prefix that is missing, damaged, or of another bundle; or one that cannot be saved as asked."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, eq=False)
+class CachePart:
+    """Cached tensors of one shape: what `tensors` keys or values hold of the last `count` tokens, oldest first.
+
+    A tensor's slots lie along the third axis, its numbers of one slot are spread over `blocks` runs of `unit`.
+    """
+
+    first: int  # position of the oldest token that it holds
+    window: int | None  # W of its layers; None: they see every token
+    data: NDArray[Any]  # (tensors, blocks, count, unit), float32 or float16
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """A session after `tokens`. It owns its arrays: nobody writes into them."""
+
+    bundle: str  # sha256 (hex) of the manifest's JSON
+    tokens: tuple[int, ...]  # ids; -1: came as an embedding
+    known: int  # leading tokens that came by id alone: only these can be matched by id
+    offsets: tuple[tuple[int, int], ...]  # (token count, rotary position - token count) wherever that changes
+    parts: tuple[CachePart, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes: the data's, and about those of the tokens."""
+        return sum(part.data.nbytes for part in self.parts) + _TOKEN_BYTES * len(self.tokens)
+
+    def usable(self, position: int) -> bool:
+        """Whether a session that takes it over can be rewound to `position` tokens.
+
+        The next query, at `position`, sees every token in a layer without a window, and in one with a window W the
+        W - 1 tokens before it: all of them must be there.
+        """
+        if not 0 < position <= len(self.tokens):
+            return False
+        return all(
+            part.first <= (0 if part.window is None else max(0, position - (part.window - 1))) for part in self.parts
+        )
+
+
+def save_prefix(path: str | Path, snapshot: Snapshot) -> None:
+    """Write a snapshot to the file `path`; one that was there is replaced in one step.
+
+    Raises PrefixError for a snapshot that no file can hold, a folder's name, or a folder that is missing; OSError when
+    writing fails. Whatever fails, `path` is then as it was, and nothing is left beside it.
+    """
+    final = Path(path)
+    pieces = _layout(snapshot, str(final))
+    if os.path.isdir(final):
+        raise PrefixError(f"{final}: a folder; give the name of a file")
+    if not os.path.isdir(final.parent):
+        raise PrefixError(f"{final}: there is no folder {final.parent}; make it first")
+    work = final.parent / f".rollkv-{secrets.token_hex(8)}.part"
+    try:
+        with open(work, "xb") as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(work, final)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(work)
+        raise
+    _sync_folder(final.parent)
+
+
+def load_prefix(path: str | Path, bundle: str) -> Snapshot:
+    """Read a file of `save_prefix`: all of it is checked, and the data stays on the disk, mapped read-only.
+
+    bundle: sha256 (hex) of the manifest that the snapshot must belong to. Raises PrefixError: no such file, not one of
+    these, a newer format, cut off, changed, or of another bundle.
+    """
+    name = str(path)
+    raw = _map(path, name)
+    header, start = _read_header(raw, name)
+    _check_tokens(header, name)
+    tokens = header["tokens"]
+    if header["bundle"] != bundle:
+        raise PrefixError(
+            f"{name}: saved from the bundle with sha256 {_short(header['bundle'])}, this one has {_short(bundle)}; "
+            "open the bundle that it was saved from, or save it again"
+        )
+    end = 0
+    parts = []
+    for i, part in enumerate(_list(header, "parts", name)):
+        where = f"{name}: parts[{i}]"
+        if not isinstance(part, dict):
+            raise PrefixError(f"{where} is {_short(part)}, must be an object")
+        length = _check_part(part, len(tokens), where)
+        if not _is_int(part.get("offset"), 0, 2**63) or part["offset"] != _aligned(end):
+            raise PrefixError(f"{where}: offset is {_short(part.get('offset'))}, must be {_aligned(end)}")
+        at, end = start + part["offset"], part["offset"] + length
+        if start + end > len(raw):
+            raise PrefixError(f"{where}: ends at byte {start + end}, the file has {len(raw)}: cut off; save it again")
+        data = raw[at : start + end].view(_STORED[part["dtype"]]).reshape(part["shape"])
+        parts.append(CachePart(part["first"], part["window"], data))
+    if start + end != len(raw):
+        raise PrefixError(f"{name}: {len(raw)} bytes, its header says {start + end}; save it again")
+    digest = hashlib.sha256(raw[start:].data)
+    if digest.hexdigest() != header.get("sha256"):
+        raise PrefixError(f"{name}: its data is not what its sha256 says: changed or damaged; save it again")
+    offsets = tuple((count, shift) for count, shift in header["offsets"])
+    return Snapshot(bundle, tuple(tokens), header["known"], offsets, tuple(parts))
+
+
+class PrefixStore:
+    """Snapshots in memory, at most `max_bytes` of them; the one that was not used for longest goes first.
+
+    Any thread may use it. Nothing is copied: what `find` gives is what `add` took.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """max_bytes: bound of the sum of `Snapshot.nbytes`. Raises PrefixError unless it is a number from 0."""
+        try:
+            self.max_bytes = operator.index(max_bytes)
+        except TypeError:
+            self.max_bytes = -1
+        if self.max_bytes < 0:
+            raise PrefixError(f"max_bytes is {max_bytes!r}, allowed: whole numbers from 0 (bytes)")
+        self._lock = threading.Lock()
+        self._bytes = 0
+        # by bundle and tokens, the least recently used first; with the tokens that can be matched, (known,)
+        self._entries: OrderedDict[tuple[str, tuple[int, ...]], tuple[Snapshot, NDArray[np.int64]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Sum of `Snapshot.nbytes` of what is stored."""
+        with self._lock:
+            return self._bytes
+
+    def add(self, snapshot: Snapshot) -> bool:
+        """Store a snapshot, in place of one of the same bundle and tokens; others go until it fits.
+
+        False, and nothing changes: it is larger than `max_bytes`, or none of its tokens can be matched by id. One
+        whose tokens begin another's stays beside that: it may be usable where the longer one is not.
+        """
+        nbytes = snapshot.nbytes
+        if nbytes > self.max_bytes or snapshot.known < 1:
+            return False
+        key = snapshot.bundle, snapshot.tokens
+        ids = np.array(snapshot.tokens[: snapshot.known], np.int64)
+        with self._lock:
+            if key in self._entries:
+                self._bytes -= self._entries.pop(key)[0].nbytes
+            while self._bytes + nbytes > self.max_bytes:
+                self._bytes -= self._entries.popitem(last=False)[1][0].nbytes
+            self._entries[key] = snapshot, ids
+            self._bytes += nbytes
+        return True
+
+    def find(self, ids: Sequence[int], bundle: str) -> tuple[Snapshot, int] | None:
+        """The snapshot of `bundle` that shares most leading tokens with ids, and how many; None: none shares any.
+
+        It is usable at that count, which is at least 1, and at most its `known` and len(ids): who needs logits must
+        leave the last id out. Of equal ones the smallest. It counts as used.
+        """
+        asked = np.asarray(ids, np.int64)
+        best: tuple[int, int] | None = None  # kept, - nbytes
+        found = None
+        with self._lock:
+            for key, (snapshot, stored) in self._entries.items():
+                kept = _common(asked, stored) if key[0] == bundle else 0
+                rank = kept, -snapshot.nbytes
+                if kept and (best is None or rank > best) and snapshot.usable(kept):
+                    best, found = rank, key
+            if best is None or found is None:
+                return None
+            self._entries.move_to_end(found)
+            return self._entries[found][0], best[0]
+
+    def clear(self) -> None:
+        """Forget every snapshot."""
+        with self._lock:
+            self._entries.clear()
+            self._bytes = 0
+
+
+def _common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
+    """How many leading numbers of a (n,) and b (m,) are equal."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    return int(differ.argmax()) if differ.any() else n
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGN) * _ALIGN
+
+
+def _layout(snapshot: Snapshot, name: str) -> list[bytes | memoryview]:
+    """What the file holds, piece by piece. Raises PrefixError for a snapshot that `load_prefix` would refuse."""
+    header: dict[str, Any] = {
+        "bundle": snapshot.bundle,
+        "tokens": [int(token) for token in snapshot.tokens],
+        "known": int(snapshot.known),
+        "offsets": [[int(number) for number in pair] for pair in snapshot.offsets],
+        "parts": [],
+    }
+    _check_tokens(header, name)
+    pieces: list[bytes | memoryview] = []
+    digest = hashlib.sha256()
+    end = 0
+    for i, part in enumerate(snapshot.parts):
+        given = {
+            "first": int(part.first),
+            "window": None if part.window is None else int(part.window),
+            "dtype": part.data.dtype.name,
+            "shape": list(part.data.shape),
+            "offset": _aligned(end),
+        }
+        length = _check_part(given, len(snapshot.tokens), f"{name}: parts[{i}]")
+        array = np.ascontiguousarray(part.data, _STORED[part.data.dtype.name])
+        for piece in (bytes(_aligned(end) - end), array.reshape(-1).view(np.uint8).data):
+            digest.update(piece)
+            pieces.append(piece)
+        header["parts"].append(given)
+        end = _aligned(end) + length
+    header["sha256"] = digest.hexdigest()
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    if len(text) > _HEADER_MAX:
+        raise PrefixError(f"{name}: the header would take {len(text)} bytes, allowed: {_HEADER_MAX}; save fewer tokens")
+    start = _START.pack(MAGIC, FORMAT, len(text), hashlib.sha256(text).digest()) + text
+    return [start.ljust(_aligned(len(start)), b"\0"), *pieces]
+
+
+def _map(path: str | Path, name: str) -> NDArray[np.uint8]:
+    """All bytes of a file, mapped read-only."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its writer
+            raise PrefixError(f"{name}: not a file; give one that a session saved")
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < _START.size:
+                raise PrefixError(f"{name}: not a saved prefix: too short; give a file that a session saved")
+            return np.asarray(np.memmap(file, np.uint8, "r"))
+    except FileNotFoundError:
+        raise PrefixError(f"{name}: no such file; give one that a session saved") from None
+    except OSError as error:
+        raise PrefixError(f"{name}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        if isinstance(error, PrefixError):
+            raise
+        raise PrefixError(f"{name!r}: cannot be read: {error}") from None  # a name with a zero byte
+
+
+def _read_header(raw: NDArray[np.uint8], name: str) -> tuple[dict[str, Any], int]:
+    """The header as parsed JSON, an object, and where the data starts."""
+    magic, version, length, sha256 = _START.unpack(raw[: _START.size].tobytes())
+    if magic != MAGIC:
+        raise PrefixError(f"{name}: not a saved prefix; give a file that a session saved")
+    if not 1 <= version <= FORMAT:
+        raise PrefixError(
+            f"{name}: format {version}, this rollkv reads 1 .. {FORMAT}; upgrade rollkv, or save it again"
+        )
+    end = _START.size + length
+    if length > _HEADER_MAX or _aligned(end) > len(raw):
+        raise PrefixError(
+            f"{name}: a header of {length} bytes in a file of {len(raw)}, allowed: up to {_HEADER_MAX} and within the "
+            "file; it is cut off or damaged: save it again"
+        )
+    text = raw[_START.size : end].tobytes()
+    if hashlib.sha256(text).digest() != sha256:
+        raise PrefixError(f"{name}: its header is not what its sha256 says: changed or damaged; save it again")
+    try:
+        header = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError):
+        raise PrefixError(f"{name}: its header is not JSON; save it again") from None
+    if not isinstance(header, dict):
+        raise PrefixError(f"{name}: its header is not a JSON object; save it again")
+    return header, _aligned(end)
+
+
+def _check_tokens(header: dict[str, Any], name: str) -> None:
+    """Refuse a header whose `bundle`, `tokens`, `known` or `offsets` are not what `Snapshot` says."""
+    tokens, known, last = _list(header, "tokens", name), header.get("known"), -1
+    if not isinstance(header.get("bundle"), str):
+        raise PrefixError(f"{name}: bundle is {_short(header.get('bundle'))}, must be a sha256")
+    if not tokens:
+        raise PrefixError(f"{name}: no tokens: there is nothing to keep")
+    for i, token in enumerate(tokens):
+        if not _is_int(token, -1, _INT_MAX):
+            raise PrefixError(f"{name}: tokens[{i}] is {_short(token)}, must be an id, or -1")
+    if not _is_int(known, 0, len(tokens)) or -1 in tokens[:known]:
+        raise PrefixError(f"{name}: known is {_short(known)}, must count tokens of 0 .. {len(tokens)} that are ids")
+    for i, pair in enumerate(_list(header, "offsets", name)):
+        if not (
+            isinstance(pair, list)
+            and len(pair) == 2
+            and _is_int(pair[0], last + 1, len(tokens))
+            and _is_int(pair[1], -_INT_MAX, _INT_MAX)
+        ):
+            raise PrefixError(
+                f"{name}: offsets[{i}] is {_short(pair)}, must be [count in {last + 1} .. {len(tokens)}, whole number]"
+            )
+        last = pair[0]
+
+
+def _check_part(part: dict[str, Any], tokens: int, where: str) -> int:
+    """Refuse a part of the header that is not what `CachePart` says; the bytes that its data takes."""
+    dtype, shape = part.get("dtype"), part.get("shape")
+    if not isinstance(dtype, str) or dtype not in _STORED:
+        raise PrefixError(f"{where}: dtype is {_short(dtype)}, allowed: {', '.join(_STORED)}")
+    if not (isinstance(shape, list) and len(shape) == 4 and all(_is_int(size, 1, _INT_MAX) for size in shape)):
+        raise PrefixError(f"{where}: shape is {_short(shape)}, must be four whole numbers from 1")
+    if not _is_int(part.get("first"), 0, tokens) or part["first"] + shape[2] != tokens:
+        raise PrefixError(
+            f"{where}: first is {_short(part.get('first'))} with {shape[2]} slots, their sum must be {tokens}, "
+            "the number of tokens"
+        )
+    if part.get("window") is not None and not _is_int(part["window"], 1, _INT_MAX):
+        raise PrefixError(f"{where}: window is {_short(part['window'])}, must be a whole number from 1, or null")
+    return math.prod(shape) * np.dtype(_STORED[dtype]).itemsize
+
+
+def _list(header: dict[str, Any], key: str, name: str) -> list[Any]:
+    value = header.get(key)
+    if not isinstance(value, list):
+        raise PrefixError(f"{name}: {key} is {_short(value)}, must be a list")
+    return value
+
+
+def _is_int(value: object, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _short(value: object) -> str:
+    return reprlib.repr(value)[:60]
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
