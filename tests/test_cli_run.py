@@ -181,7 +181,7 @@ def test_run_needs_no_network(run: Run, text_bundle: Bundle, monkeypatch: pytest
 def test_logits_that_are_no_numbers_stop_with_a_message(
     run: Run, text_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Session, "_take", lambda *_: np.full(320, np.nan, np.float32))
+    monkeypatch.setattr(Session, "take", lambda *_, **__: np.full(320, np.nan, np.float32))
     code, out, err = run("run", text_bundle.path, "--prompt", PROMPT)
     assert (code, out) == (1, "")
     assert err.startswith("rollkv: ")
