@@ -354,8 +354,8 @@ def test_a_full_device_and_a_closed_stdout_are_no_tracebacks(text_bundle: Bundle
 )
 def test_a_console_without_emoji_does_not_crash(text_bundle: Bundle, environment: dict[str, str]) -> None:
     script = (
-        "import sys\nfrom rollkv.runtime import text\n"
-        "text.Reply._run = lambda self, *_: iter(['🙂 grüße'])\n"
+        "import sys\nfrom rollkv.runtime import chat\n"
+        "chat.Reply._run = lambda self, *_: iter(['🙂 grüße'])\n"
         "from rollkv.export.cli import main\nsys.exit(main(sys.argv[1:]))\n"
     )
     done = subprocess.run(
