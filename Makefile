@@ -16,11 +16,11 @@ export MODEL OUT BUNDLE PROMPT REFERENCE L CHUNK C
 given = $(if $(filter command,$(firstword $(origin $1))),$2 "$$$1")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo export run chat info families verify test test-real check lint format types bench clean
+.PHONY: help setup demo export run chat info families verify test test-properties test-real check lint format types bench clean
 
 help: ## this list
 	@echo 'usage: make TARGET [VARIABLE=value ...]'
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1 \2/p' Makefile | while read -r target text; do printf '  %-10s %s\n' "$$target" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1 \2/p' Makefile | while read -r target text; do printf '  %-15s %s\n' "$$target" "$$text"; done
 
 setup: $(VENV)/ready ## make the environment in .venv [PYTHON=python3 TORCH_INDEX=wheel-index]
 
@@ -57,6 +57,9 @@ verify: setup ## prove a bundle against transformers [BUNDLE=folder REFERENCE=mo
 
 test: setup ## run the test suite
 	$(RUN) pytest -q -n 2 --dist loadfile
+
+test-properties: setup ## hold 2,550 random sessions against the NumPy reference (about 5 minutes)
+	HYPOTHESIS_PROFILE=nightly $(RUN) pytest -q tests/test_properties.py
 
 test-real: setup ## run the tests on SmolLM2-135M and Qwen2.5-Coder-0.5B (downloads 570 MB, takes about 20 minutes)
 	$(RUN) pytest -q -m real

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from conftest import Recorder
 from toy_model import WEIGHTS, D, H, ToyBackend, V, toy_bundle
+from toy_reference import INV_FREQ
 
 from rollkv.runtime.bundle import Bundle, FileInfo, LayerInfo, RopeInfo, TableInfo, ValueInfo, open_bundle
 from rollkv.runtime.session import Session
@@ -43,8 +44,7 @@ def embeds_manifest(
         return replace(graph, inputs=inputs)
 
     sections = [1, 1, 1] if three_part else None
-    frequencies = [1.0, 0.5, 0.25]
-    rope = RopeInfo(inv_freq=frequencies, rotary_dim=D, interleaved=False, attention_scaling=1.0, sections=sections)
+    rope = RopeInfo(inv_freq=INV_FREQ, rotary_dim=D, interleaved=False, attention_scaling=1.0, sections=sections)
     first = m.layers[0]
     third = LayerInfo(kv_len=first.kv_len, window=None, kv_heads=2, head_dim=D, rope=None, kv_from=0)
     return replace(
@@ -65,7 +65,7 @@ def embeds_manifest(
 def save_bundle(folder, manifest) -> Bundle:
     """Write it with its tables, and open it."""
     folder.mkdir(exist_ok=True, parents=True)
-    content = {"prefill.onnx": b"p", "decode.onnx": b"d", "weights.bin": b"w"}
+    content = {"weights.bin": b"w", **{graph.file: graph.role[:1].encode() for graph in manifest.graphs}}
     if manifest.embedding is not None:
         content["embedding.bin"] = TABLE.tobytes()
     if manifest.per_layer_embedding is not None:
