@@ -29,16 +29,21 @@ NOT_COMPARED = ("rollkv", "source", "files")
 
 
 def options_of(m: Manifest) -> ExportOptions:
-    """The options that a bundle was exported with, as far as the manifest shows them."""
-    prefill = next(graph for graph in m.graphs if graph.role == "prefill")
+    """The options that a bundle was exported with, as far as the manifest shows them.
+
+    It does not show whether the rows of the graph for speculation were among the chunk sizes: here they are.
+    """
+    prefills = [graph for graph in m.graphs if graph.role == "prefill"]
+    prefill, head = prefills[0], next(graph.head for graph in m.graphs if graph.role == "decode")
     return ExportOptions(
         max_lm_input_len=m.max_lm_input_len,
-        chunk_size=m.chunk_size,
+        chunk_sizes=tuple(graph.rows for graph in prefills),
         max_kvcache_len=m.max_kvcache_len,
+        speculate=next((graph.rows for graph in prefills if graph.head != head), None),
         kv_layout=m.kv_layout,
         ids=next((v.dtype for v in prefill.inputs if v.role in ("ids", "position_ids")), "int32"),
         input=next(v.role for v in prefill.inputs if v.role in ("ids", "embeds")),
-        head=prefill.head,
+        head=head,
         mask_value=m.mask_value,
         opset=prefill.opset,
     )

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import re
 import signal
 import sys
 import textwrap
@@ -51,7 +52,19 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument(
         "-L", "--max-lm-input-len", metavar="L", type=int, help="longest prompt in tokens (default 1024)"
     )
-    export.add_argument("-c", "--chunk-size", metavar="c", type=int, help="rows of one prefill run (default 128)")
+    export.add_argument(
+        "-c",
+        "--chunk-size",
+        metavar="c",
+        type=_sizes,
+        help="rows of one prefill run (default 128); several, such as 32,128,512, make a prefill graph each",
+    )
+    export.add_argument(
+        "--speculate",
+        metavar="ROWS",
+        type=_size,
+        help="make a prefill graph of ROWS rows that gives the logits of all of them, for speculative decoding",
+    )
     export.add_argument(
         "-C",
         "--max-kvcache-len",
@@ -154,6 +167,7 @@ def export_command(options: argparse.Namespace) -> int:
         max_lm_input_len=options.max_lm_input_len,
         chunk_size=options.chunk_size,
         max_kvcache_len=options.max_kvcache_len,
+        speculate=options.speculate,
         allow_no_room=options.allow_no_room,
         kv_layout=options.kv_layout,
         ids=options.ids,
@@ -191,6 +205,8 @@ def export_command(options: argparse.Namespace) -> int:
         "bundle": str(output),
         "max_lm_input_len": chosen.max_lm_input_len,
         "chunk_size": chosen.chunk_size,
+        "chunk_sizes": list(chosen.prefill_rows),
+        "speculate": chosen.speculate,
         "max_kvcache_len": chosen.max_kvcache_len,
         "bytes": size,
         "unique_weight_bytes": manifest.weights.unique_bytes,
@@ -200,8 +216,9 @@ def export_command(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(summary, indent=2))
     else:
+        sizes = "/".join(map(str, chosen.prefill_rows))
         print(
-            f"{output}: L = {chosen.max_lm_input_len}, c = {chosen.chunk_size}, C = {chosen.max_kvcache_len}, "
+            f"{output}: L = {chosen.max_lm_input_len}, c = {sizes}, C = {chosen.max_kvcache_len}, "
             f"{size / 2**20:.1f} MiB, {summary['seconds']} s"
         )
     return 0
@@ -243,6 +260,21 @@ def verify_command(options: argparse.Namespace) -> int:
     if report.fault:
         print(f"rollkv: verification failed: {report.fault}", file=sys.stderr)
     return 1 if report.fault else 0
+
+
+def _size(text: str) -> int:
+    if not re.fullmatch("-?[0-9]{1,18}", text):  # int() takes digits of any script
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+    return int(text)
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [_size(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; allowed: a whole number, or several with commas between them, such as 32,128"
+        ) from None
 
 
 def _folder(lora: str | None) -> Path | None:

@@ -51,14 +51,14 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
         report("trace", 0, 1)
         traced = trace_graphs(config, options, [info.rows for info in manifest.graphs])
         for done, (info, graph) in enumerate(zip(manifest.graphs, traced, strict=True)):
-            report(f"passes {info.role}", done, 2)
+            report(f"passes {Path(info.file).stem}", done, len(traced))
             model = run_passes(graph, passes_for(options.opset, options.simplify))
             model.ir_version = info.ir_version
             write_file(folder / info.file, serialize(bind_weights(model, placed, WEIGHTS_FILE)))
             findings = audit_graph(onnx.load(folder / info.file, load_external_data=False), info)
             if findings:
                 raise AuditError(info.file, findings)
-        report("passes", 2, 2)
+        report("passes", len(traced), len(traced))
 
         hosted = host_tables(checkpoint, options)
         total = sum(place.length for place in placed.values())
@@ -85,19 +85,24 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
 def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None = None) -> Manifest:
     """The manifest of an export, but for `files`. sha256: of the checkpoint; None: its files are hashed."""
     config = checkpoint.config
+    prefill = options.prefill_rows
+    several = f"_k{options.max_kvcache_len}" if len(prefill) > 1 else ""  # the names of one prefill graph are plain
     graphs = [
         GraphInfo(
-            file=f"{role}.onnx",
+            file=f"{name}{several}.onnx",
             role=role,
             rows=rows,
             kv_len=options.max_kvcache_len,
-            head=options.head,
+            head=options.head_of(rows),
             opset=options.opset,
             ir_version=IR_VERSION,
             inputs=graph_inputs(config, options, rows),
             outputs=graph_outputs(config, options, rows),
         )
-        for role, rows in (("prefill", options.chunk_size), ("decode", 1))
+        for name, role, rows in (
+            *((f"prefill_c{rows}" if several else "prefill", "prefill", rows) for rows in prefill),
+            ("decode", "decode", 1),
+        )
     ]
     tables = {name: table.info for name, table in host_tables(checkpoint, options).items()}
     stored = [*(weight.shape for weight in graph_weights(checkpoint, options)), *table_shapes(config).values()]
@@ -112,6 +117,7 @@ def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None 
         ),
         max_lm_input_len=options.max_lm_input_len,
         chunk_size=options.chunk_size,
+        chunk_sizes=list(prefill),
         max_kvcache_len=options.max_kvcache_len,
         kv_layout=options.kv_layout,
         dtype="float32",

@@ -29,10 +29,12 @@ _PASSAGES = (
 )
 
 
-def proof_prompts(bundle: Bundle) -> list[list[int]]:
-    """Prompts of n tokens for every n mod c of {0, 1, c - 1}, one chunk and several, up to n = L."""
-    m = bundle.manifest
-    c, length = m.chunk_size, m.max_lm_input_len
+def proof_prompts(bundle: Bundle, c: int) -> list[list[int]]:
+    """Prompts of n tokens for every n mod c of {0, 1, c - 1}, one chunk and several, up to n = L.
+
+    c: rows of the prefill graph that is proved. Prompts of the same n are the same for every c.
+    """
+    length = bundle.manifest.max_lm_input_len
     sizes = {1, c - 1, c, c + 1, 2 * c - 1, 2 * c, 2 * c + 1, 4 * c + 1, length}
     return [proof_ids(bundle, n, start=n) for n in sorted(size for size in sizes if 1 <= size <= length)]
 

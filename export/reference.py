@@ -216,12 +216,13 @@ class TorchBackend:
     """The torch decoder with the checkpoint's weights, behind the runtime's protocol."""
 
     def __init__(self, checkpoint: Checkpoint, options: ExportOptions) -> None:
-        self._decoder = make_decoder(checkpoint.config, options).eval()
+        self._decoder = make_decoder(checkpoint.config, options, options.chunk_size).eval()
         load_decoder(self._decoder, checkpoint, options.max_kvcache_len)
 
     @torch.no_grad()
     def run(self, graph: GraphInfo, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """See Backend.run."""
+        self._decoder.head.rows = graph.head  # its weights are the same for both
         values = self._decoder({name: torch.from_numpy(array) for name, array in feeds.items()})
         return {value.name: values[value.name].numpy() for value in graph.outputs}
 
@@ -253,40 +254,62 @@ class WeightlessBackend:
 class LiteralHost:
     """The host as the contract words it for a first prompt: the full mask is cut, the cache is concatenated."""
 
-    def __init__(self, bundle: Bundle, backend: Backend) -> None:
+    def __init__(self, bundle: Bundle, backend: Backend, rows: int | None = None) -> None:
+        """rows: of the prefill graph, whichever others there are; by default the largest."""
         m = self._m = bundle.manifest
         self._backend = backend
         tables = {"embeds": m.embedding, "per_layer_inputs": m.per_layer_embedding}
         self._tables = {
             role: EmbeddingTable(bundle.path / info.file, info) for role, info in tables.items() if info is not None
         }
-        self._graphs = {graph.role: graph for graph in m.graphs}
+        rows = m.chunk_size if rows is None else rows
+        self._prefill = next(graph for graph in m.graphs if graph.role == "prefill" and graph.rows == rows)
+        self._decode = next(graph for graph in m.graphs if graph.role == "decode")
 
     def follow(self, ids: Sequence[int], tokens: Sequence[int]) -> Trail:
         """A prompt, chunk by chunk, then the given tokens one by one."""
-        m = self._m
-        decode = self._graphs["decode"]
-        past = {v.name: np.zeros(v.shape, v.dtype) for v in decode.inputs if v.role in ("past_key", "past_value")}
-        padded, real = pad_left(ids, m.chunk_size)
-        trail, pieces = Trail(), {}  # type: tuple[Trail, dict[str, list[Array]]]
-        for start in range(0, len(padded), m.chunk_size):
-            self._run("prefill", padded, real, start, past, pieces)
-        trail.logits.append(self._logits)
+        past, pieces = self._empty(), {}  # type: dict[str, Array], dict[str, list[Array]]
+        padded, real = pad_left(ids, self._prefill.rows)
+        logits = [
+            self._run(self._prefill, padded, real, start, past, pieces)[-1]
+            for start in range(0, len(padded), self._prefill.rows)
+        ]
+        trail = Trail(logits[-1:])
         for token in tokens:
             padded, real = np.append(padded, token), np.append(real, 1)
-            self._run("decode", padded, real, len(padded) - 1, past, pieces)
-            trail.logits.append(self._logits)
-        for value in decode.inputs:
+            trail.logits.append(self._run(self._decode, padded, real, len(padded) - 1, past, pieces)[-1])
+        for value in self._decode.inputs:
             if value.role in ("past_key", "past_value"):
                 assert value.layer is not None
                 pile = trail.keys if value.role == "past_key" else trail.values
                 pile[value.layer] = np.concatenate(pieces[value.name])
         return trail
 
+    def rows(self, ids: Sequence[int]) -> list[Array]:
+        """The logits (V,) of every token of a prompt, from a prefill graph that gives those of all rows."""
+        assert self._prefill.head == "all"
+        past = self._empty()
+        padded, real = pad_left(ids, self._prefill.rows)
+        starts = range(0, len(padded), self._prefill.rows)
+        made = np.concatenate([self._run(self._prefill, padded, real, start, past, {}) for start in starts])
+        return list(made[real == 1])
+
+    def _empty(self) -> dict[str, Array]:
+        """A cache in which nothing was written."""
+        values = self._decode.inputs
+        return {v.name: np.zeros(v.shape, v.dtype) for v in values if v.role in ("past_key", "past_value")}
+
     def _run(
-        self, role: str, padded: Array, real: Array, start: int, past: dict[str, Array], pieces: dict[str, list[Array]]
-    ) -> None:
-        m, graph = self._m, self._graphs[role]
+        self,
+        graph: GraphInfo,
+        padded: Array,
+        real: Array,
+        start: int,
+        past: dict[str, Array],
+        pieces: dict[str, list[Array]],
+    ) -> Array:
+        """One run and the roll after it; its logits (1, V), or (rows, V) where the graph gives all."""
+        m = self._m
         rows = slice(start, start + graph.rows)
         positions = np.maximum(np.cumsum(real) - 1, 0)
         feeds = dict(past)
@@ -306,13 +329,14 @@ class LiteralHost:
                 mask = chunk_mask(full, start, graph.rows, value.shape[-1], m.mask_value)
                 feeds[value.name] = mask[None, None].astype(value.dtype)
         outputs = self._backend.run(graph, feeds)
-        self._logits = np.array(outputs["logits"][0, -1])
+        logits = np.array(outputs["logits"][0])
         token_rows = real[rows] == 1
         key_names = {value.name for value in graph.inputs if value.role == "past_key"}
         for name, new in m.kv_pairs:
             axis = SLOT_AXES[m.kv_layout][name not in key_names]
             past[name] = roll(past[name], outputs[new], axis)  # with the pads, which the contract allows
             pieces.setdefault(name, []).append(tokens_first(outputs[new], m.kv_layout, axis)[token_rows])
+        return logits
 
 
 def tokens_first(array: Array, layout: str, axis: int) -> Array:

@@ -5,7 +5,8 @@ Knows no torch and no ONNX. L, c, C and Cs as in the contract.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from rollkv.models.config import FLOAT16_MAX, DecoderConfig
 from rollkv.runtime.bundle import KV_LAYOUTS, LayerInfo, ValueInfo
@@ -25,8 +26,9 @@ class ExportOptions:
     """The chosen lengths and forms; `resolve` makes one out of what the user gave."""
 
     max_lm_input_len: int  # L
-    chunk_size: int  # c
+    chunk_sizes: tuple[int, ...]  # rows of the prefill graphs, ascending
     max_kvcache_len: int  # C
+    speculate: int | None = None  # rows of the prefill graph with the logits of every row, one of the sizes or not
     kv_layout: str = "bskd"
     ids: str = "int32"
     head: str = "last"
@@ -35,13 +37,28 @@ class ExportOptions:
     opset: int = 17
     simplify: bool = True
 
+    @property
+    def prefill_rows(self) -> tuple[int, ...]:
+        """Rows of every prefill graph, ascending: the chunk sizes, and those of the graph for speculation."""
+        return tuple(sorted({*self.chunk_sizes, *([] if self.speculate is None else [self.speculate])}))
+
+    @property
+    def chunk_size(self) -> int:
+        """The most rows of a prefill graph: the c of Cs = min(C, W - 1 + c)."""
+        return self.prefill_rows[-1]
+
+    def head_of(self, rows: int) -> str:
+        """Of which rows the graph of `rows` rows has logits: "last" or "all"."""
+        return "all" if rows == self.speculate else self.head
+
 
 def resolve(
     config: DecoderConfig,
     *,
     max_lm_input_len: int | None = None,
-    chunk_size: int | None = None,
+    chunk_size: int | Sequence[int] | None = None,
     max_kvcache_len: int | None = None,
+    speculate: int | None = None,
     allow_no_room: bool = False,
     kv_layout: str = "bskd",
     ids: str = "int32",
@@ -53,10 +70,11 @@ def resolve(
 ) -> ExportOptions:
     """Fill in the defaults (c = 128, L = 1024, C = L + 256, less where the model ends) and check everything.
 
+    chunk_size: c, or several, in any order. speculate: rows of a prefill graph with the logits of every row.
     Raises ExportError that names the flag, what was given and what is allowed.
     """
     most = config.max_position
-    length, chunk, slots = max_lm_input_len, chunk_size, max_kvcache_len
+    length, slots = max_lm_input_len, max_kvcache_len
     if length is None:
         end = min(slots or most, most)
         length = min(DEFAULT_LENGTH, end - DEFAULT_ROOM) if end > 2 * DEFAULT_ROOM else max(1, end // 2)
@@ -65,15 +83,23 @@ def resolve(
         if length > longest:
             raise ExportError(f"-L is {length}, but the model has {most} positions; allowed: up to {longest}")
         slots = min(length + DEFAULT_ROOM, most)
-    if chunk is None:
-        chunk = min(DEFAULT_CHUNK, slots)
-    for flag, value in (("-L", length), ("-c", chunk), ("-C", slots)):
+    if chunk_size is None:
+        chunk_size = min(DEFAULT_CHUNK, slots)
+    chunks = sorted([chunk_size] if isinstance(chunk_size, int) else chunk_size)
+    if not chunks:
+        raise ExportError("-c names no size; give one or more, such as 128 or 32,128")
+    for flag, value in (("-L", length), *(("-c", chunk) for chunk in chunks), ("-C", slots)):
         if value < 1:
             raise ExportError(f"{flag} is {value}, must be at least 1")
     if slots > most:
         raise ExportError(f"-C is {slots}, above the model's {most} positions; allowed: up to {most}")
-    if chunk > slots:
-        raise ExportError(f"-c is {chunk}, more than -C {slots}; allowed: 1 .. {slots}")
+    for i, chunk in enumerate(chunks):
+        if chunk > slots:
+            raise ExportError(f"-c is {chunk}, more than -C {slots}; allowed: 1 .. {slots}")
+        if chunk in chunks[:i]:
+            raise ExportError(f"-c names {chunk} twice; give each size once")
+    if speculate is not None and not 2 <= speculate <= slots:
+        raise ExportError(f"--speculate is {speculate}, allowed: 2 .. {slots}, which is -C")
     if length > slots:
         raise ExportError(f"-C is {slots}, less than -L {length}; allowed: from {length + 1} on")
     if length == slots and not allow_no_room:
@@ -93,13 +119,11 @@ def resolve(
         raise ExportError(f"--mask-value is {mask_value}, allowed: -65504 .. -1")
     if config.experts is not None and config.experts.count == 1:
         simplify = False  # softmax over one expert is 1 whatever the router: onnxsim would take its weight away
-    window = min((w for w in config.windows if w is not None), default=slots)
-    if min(slots, window - 1 + chunk) == 1:
-        simplify = False  # softmax over one slot is 1 whatever its mask: onnxsim would take the mask's input away
-    return ExportOptions(
+    options = ExportOptions(
         max_lm_input_len=length,
-        chunk_size=chunk,
+        chunk_sizes=tuple(chunks),
         max_kvcache_len=slots,
+        speculate=speculate,
         kv_layout=kv_layout,
         ids=ids,
         head=head,
@@ -108,10 +132,14 @@ def resolve(
         opset=opset,
         simplify=simplify,
     )
+    if any(layer.kv_len == 1 for layer in layer_infos(config, options)):
+        # Softmax over one slot is 1 whatever its mask: onnxsim would take the mask's input away.
+        options = replace(options, simplify=False)
+    return options
 
 
 def layer_infos(config: DecoderConfig, options: ExportOptions) -> list[LayerInfo]:
-    """The cache of each layer: C slots, or Cs = min(C, W - 1 + c) with a window W."""
+    """The cache of each layer: C slots, or Cs = min(C, W - 1 + c) with a window W and the largest c."""
     slots = options.max_kvcache_len
     return [
         LayerInfo(
@@ -152,7 +180,7 @@ def graph_inputs(config: DecoderConfig, options: ExportOptions, rows: int) -> li
 
 def graph_outputs(config: DecoderConfig, options: ExportOptions, rows: int) -> list[ValueInfo]:
     """Outputs of the graph of `rows` rows, in order."""
-    logits = [1, 1 if options.head == "last" else rows, config.vocab_size]
+    logits = [1, 1 if options.head_of(rows) == "last" else rows, config.vocab_size]
     values = [ValueInfo(name="logits", shape=logits, dtype="float32", role="logits")]
     return values + _cache_values("new", layer_infos(config, options), options.kv_layout, rows)
 

@@ -79,7 +79,7 @@ def trace_graphs(config: DecoderConfig, options: ExportOptions, rows: Sequence[i
     One pass of the exporter traces the parts of all graphs: a third of its time is setting up.
     """
     with torch.device("meta"):
-        decoders = [make_decoder(config, options).eval() for _ in rows]
+        decoders = [make_decoder(config, options, count).eval() for count in rows]
     signatures = [(graph_inputs(config, options, count), graph_outputs(config, options, count)) for count in rows]
     with torch.no_grad():
         values = [
@@ -108,9 +108,9 @@ def _string(
     return helper.make_model(proto, opset_imports=[helper.make_opsetid("", TRACED_OPSET)], producer_name="rollkv")
 
 
-def make_decoder(config: DecoderConfig, options: ExportOptions) -> Decoder:
-    """The decoder that a graph of these options is traced from."""
-    return Decoder(config, kv_layout=options.kv_layout, head=options.head, source=options.input)
+def make_decoder(config: DecoderConfig, options: ExportOptions, rows: int) -> Decoder:
+    """The decoder that the graph of `rows` rows is traced from."""
+    return Decoder(config, kv_layout=options.kv_layout, head=options.head_of(rows), source=options.input)
 
 
 class _Stitcher:

@@ -2,23 +2,26 @@
 
     transformers -> torch decoder -> graph as traced -> graph in the bundle -> bundle through the runtime
 
-Every rung takes the same prompts, chunked, and the same tokens after them. Logits are compared with transformers'
-after the prompt and after each token; new keys and values layer by layer with transformers' own cache, so that a
-break is found where it begins. Two more rungs: past C under `roll` against the mask oracle of the contract, and an
-audit of what the session feeds.
+Every rung takes the same prompts, chunked, and the same tokens after them; a bundle of several chunk sizes is proved
+with each of them, on prompts that suit it, and through the runtime with all of them together. Logits are compared with
+transformers' after the prompt and after each token; new keys and values layer by layer with transformers' own cache,
+so that a break is found where it begins. More rungs: every row of a graph that gives the logits of all, past C under
+`roll` against the mask oracle of the contract, and an audit of what the session feeds.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rollkv.export.artefact import graph_fault, manifest_fault, options_of, stored_weights, weight_fault
-from rollkv.export.prompts import SEED, proof_ids, proof_prompts
+from rollkv.export.feeds import RecordingBackend, feed_fault
+from rollkv.export.prompts import proof_ids, proof_prompts
 from rollkv.export.reference import (
     LiteralHost,
     Reference,
@@ -31,8 +34,8 @@ from rollkv.export.reference import (
 from rollkv.export.trace import trace_graphs
 from rollkv.models.checkpoint import Checkpoint
 from rollkv.runtime.backend import Array, Backend, OrtBackend, available_threads
-from rollkv.runtime.bundle import SLOT_AXES, Bundle, GraphInfo, Manifest
-from rollkv.runtime.cover import plan_runs
+from rollkv.runtime.bundle import SLOT_AXES, Bundle, Manifest
+from rollkv.runtime.cover import Run, plan_runs
 from rollkv.runtime.session import Session
 
 STEPS = 6  # tokens decoded after each prompt
@@ -126,34 +129,70 @@ def verify_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: Callable[[st
             "settings of a GGUF file are read by rollkv for both sides (docs/export.md), its weights by transformers"
         )
     reference = Reference(checkpoint, m.max_kvcache_len)
-    prompts = proof_prompts(bundle)
+    sizes = m.prefill_rows
+    prompts = {c: proof_prompts(bundle, c) for c in sizes}
+    every = {len(ids): ids for c in sizes for ids in prompts[c]}
+    mixed = min(sum(sizes) + 1, m.max_lm_input_len)  # takes a run of every size, where it is not cut
+    every.setdefault(mixed, proof_ids(bundle, mixed, start=mixed))
     try:
-        expected = [reference.greedy(ids, min(STEPS, m.max_kvcache_len - len(ids))) for ids in prompts]
+        expected = {n: reference.greedy(ids, min(STEPS, m.max_kvcache_len - n)) for n, ids in sorted(every.items())}
     except Exception as error:  # transformers raises many kinds
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ReferenceMismatch(f"{checkpoint.path}: transformers cannot run this model: {said}") from error
     bound = BOUND_TINY if sum(int(np.prod(w.shape)) for w in checkpoint.weights) < TINY else BOUND
 
-    def judge(rung: str, follow: Callable[[Sequence[int], Sequence[int]], Trail]) -> None:
-        for ids, (wanted, tokens) in zip(prompts, expected, strict=True):
+    def judge(
+        rung: str, taken: Iterable[Sequence[int]], follow: Callable[[Sequence[int], Sequence[int]], Trail]
+    ) -> None:
+        for ids in taken:
+            wanted, tokens = expected[len(ids)]
             report.rows.append(compare(rung, len(ids), wanted, follow(ids, tokens), bound))
 
     progress("torch decoder")
-    judge("torch", LiteralHost(bundle, TorchBackend(checkpoint, options_of(m))).follow)
+    decoder = TorchBackend(checkpoint, options_of(m))
+    for c in sizes:
+        judge(_rung("torch", m, c), prompts[c], LiteralHost(bundle, decoder, c).follow)
     progress("graphs as traced")
-    judge("traced", LiteralHost(bundle, _traced_backend(bundle, checkpoint)).follow)
+    traced = _traced_backend(bundle, checkpoint)
+    for c in sizes:
+        judge(_rung("traced", m, c), prompts[c], LiteralHost(bundle, traced, c).follow)
     progress("graphs of the bundle")
     engine = OrtBackend(bundle)
-    judge("graph", LiteralHost(bundle, engine).follow)
+    for c in sizes:
+        judge(_rung("graph", m, c), prompts[c], LiteralHost(bundle, engine, c).follow)
+    for c in (graph.rows for graph in m.graphs if graph.role == "prefill" and graph.head == "all"):
+        host = LiteralHost(bundle, engine, c)
+        for ids in prompts[c]:
+            if len(ids) <= 2 * c + 1:  # one run and several; logits of all rows of a long prompt would fill the memory
+                wanted, got = Trail(reference.rows(ids)), Trail(host.rows(ids))
+                report.rows.append(compare(_rung("rows", m, c), len(ids), wanted, got, bound))
     progress("bundle through the runtime")
-    session = Session(bundle, backend=engine)
-    judge("runtime", lambda ids, tokens: follow_session(session, ids, tokens))
+    for c in sizes:
+        judge(_rung("runtime", m, c), prompts[c], partial(follow_session, _session(bundle, engine, c)))
+    if len(sizes) > 1:
+        judge("runtime", every.values(), partial(follow_session, _session(bundle, engine, None)))
     progress("past C under roll")
-    report.rows += roll_rows(session, reference, bound)
+    for c in sizes:
+        report.rows.append(roll_row(_session(bundle, engine, c), c, reference, bound))
     progress("what the session feeds")
-    some = (1, m.chunk_size + 1, m.max_lm_input_len)
-    report.rows += feed_rows(bundle, engine, [ids for ids in prompts if len(ids) in some])
+    for c in sizes:
+        longest = m.max_lm_input_len if c == m.chunk_size else 4 * c + 1  # a recording of many runs fills the memory
+        some = [ids for ids in prompts[c] if len(ids) in (1, c + 1, longest)]
+        report.rows += feed_rows(_rung("feeds", m, c), bundle, engine, c, some)
+    if len(sizes) > 1:
+        report.rows += feed_rows("feeds", bundle, engine, None, [every[mixed]])
     return report
+
+
+def _rung(name: str, m: Manifest, c: int) -> str:
+    """A rung's name, with the rows of the prefill graph where there are several."""
+    return name if len(m.prefill_rows) == 1 else f"{name} c={c}"
+
+
+def _session(bundle: Bundle, backend: Backend, c: int | None) -> Session:
+    """A session that runs the prefill graph of c rows alone; None: any of them."""
+    several: dict[str, Any] = {} if c is None or len(bundle.manifest.prefill_rows) == 1 else {"chunk_sizes": (c,)}
+    return Session(bundle, backend=backend, **several)
 
 
 def compare(rung: str, n: int, wanted: Trail, got: Trail, bound: float) -> Row:
@@ -216,7 +255,7 @@ def follow_session(session: Session, ids: Sequence[int], tokens: Sequence[int]) 
     trail.logits += [session.decode(token) for token in tokens]
     m = session.manifest
     decode = next(graph for graph in m.graphs if graph.role == "decode")
-    feeds = session.feeds(decode, plan_runs(1, session.position, 1, m.max_kvcache_len)[0], [0])
+    feeds = session.feeds(decode, Run(1, 0), [0])
     for value in decode.inputs:
         if value.role in ("past_key", "past_value"):
             assert value.layer is not None
@@ -228,13 +267,16 @@ def follow_session(session: Session, ids: Sequence[int], tokens: Sequence[int]) 
     return trail
 
 
-def roll_rows(session: Session, reference: Reference, bound: float) -> list[Row]:
-    """A prompt longer than C, then decode, under `roll`: the mask oracle in one full pass of the reference."""
+def roll_row(session: Session, c: int, reference: Reference, bound: float) -> Row:
+    """A prompt longer than C, then decode, under `roll`: the mask oracle in one full pass of the reference.
+
+    session: one whose prefill runs have c rows.
+    """
     m = session.manifest
-    c, slots = m.chunk_size, m.max_kvcache_len
+    rung, slots = _rung("roll", m, c), m.max_kvcache_len
     total = min(slots + c + 1 + STEPS, m.max_position)
     if total <= slots:
-        return [Row(rung="roll", n=total, skipped="C is all the positions of the model, nothing can be forgotten")]
+        return Row(rung=rung, n=total, skipped="C is all the positions of the model, nothing can be forgotten")
     steps = min(STEPS, total - 1)
     n = total - steps
     ids = proof_ids(session.bundle, total, start=0)
@@ -243,96 +285,16 @@ def roll_rows(session: Session, reference: Reference, bound: float) -> list[Row]
     session.reset()
     got = [session.prefill(ids[:n], on_limit="roll")]
     got += [session.decode(token, on_limit="roll") for token in ids[n:]]
-    return [compare("roll", n, Trail(wanted), Trail(got), bound)]
+    return compare(rung, n, Trail(wanted), Trail(got), bound)
 
 
-class RecordingBackend:
-    """Keeps copies of the last feeds of each graph and of what came out, and hands the run on."""
-
-    def __init__(self, inner: Backend) -> None:
-        self._inner = inner
-        self.runs: list[tuple[GraphInfo, dict[str, Array], dict[str, Array]]] = []
-
-    def run(self, graph: GraphInfo, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """See Backend.run."""
-        copies = {name: np.array(array) for name, array in feeds.items()}
-        outputs = self._inner.run(graph, feeds)
-        self.runs.append((graph, copies, {name: np.array(array) for name, array in outputs.items()}))
-        return outputs
-
-
-def feed_rows(bundle: Bundle, engine: Backend, prompts: Sequence[Sequence[int]]) -> list[Row]:
+def feed_rows(rung: str, bundle: Bundle, engine: Backend, c: int | None, prompts: Iterable[Sequence[int]]) -> list[Row]:
     """Positions and masks of every run against the contract's words; hidden slots do not matter to the last bit."""
-    m = bundle.manifest
     rows = []
     for ids in prompts:
         recorder = RecordingBackend(engine)
-        session = Session(bundle, backend=recorder)
-        session.prefill(ids)
-        if session.room():
-            session.decode(0)
-        fault, past = None, 0
-        for graph, feeds, outputs in recorder.runs:
-            pads = -len(ids) % m.chunk_size if past == 0 and graph.role == "prefill" else 0
-            fault = (
-                fault or _check_feeds(m, graph, feeds, past, pads) or _check_hidden(engine, m, graph, feeds, outputs)
-            )
-            past += graph.rows - pads
-        rows.append(Row(rung="feeds", n=len(ids), fault=fault))
+        rows.append(Row(rung=rung, n=len(ids), fault=feed_fault(_session(bundle, recorder, c), recorder, ids)))
     return rows
-
-
-def _check_feeds(m: Manifest, graph: GraphInfo, feeds: Mapping[str, Array], past: int, pads: int) -> str | None:
-    """Each row of the run, slot by slot, from the rule in section 2 of docs/contract.md."""
-    c = graph.rows
-    positions = np.array([0] * pads + list(range(past, past + c - pads)))
-    for value in graph.inputs:
-        fed = feeds[value.name]
-        if value.role == "position_ids" and not np.array_equal(fed, np.broadcast_to(positions, fed.shape)):
-            return f"run at P = {past}: positions {fed[0][:8]}... are not {positions[:8]}..."
-        if value.role in ("embeds", "per_layer_inputs") and np.any(fed[0, :pads]):
-            return f"run at P = {past}: {value.name} of the pads are not zero"
-        if not value.role.endswith("attention_mask"):
-            continue
-        slots = value.shape[-1]
-        window = next((x.window for x in m.layers if x.window), None) if value.role.startswith("sliding") else None
-        j = np.arange(slots)
-        # position that each slot holds: cached, pad (none), or of this run
-        holds = np.where(j < slots - c, past - (slots - c) + j, past + j - (slots - c) - pads)
-        holds = np.where((j >= slots - c) & (j < slots - c + pads), -1, holds)
-        q = np.where(np.arange(c) < pads, -1, positions)[:, None]
-        seen = (q >= 0) & (holds >= 0) & (holds <= q) & (True if window is None else q - holds < window)
-        if not np.array_equal(fed[0, 0], np.where(seen, 0.0, m.mask_value).astype(fed.dtype)):
-            row = int(np.flatnonzero((fed[0, 0] != np.where(seen, 0.0, m.mask_value)).any(1))[0])
-            return f"run at P = {past}: row {row} of {value.name} is not what the contract says"
-    return None
-
-
-def _check_hidden(
-    engine: Backend, m: Manifest, graph: GraphInfo, feeds: Mapping[str, Array], outputs: Mapping[str, Array]
-) -> str | None:
-    """Fill slots that no row sees with values of +-1e4 and other keys: the last row's logits stay as they were."""
-    for name, array in outputs.items():
-        if not np.isfinite(array).all():
-            return f"output {name} is not finite"
-    draw = np.random.default_rng(SEED)
-    changed = dict(feeds)
-    masks = {v.role: feeds[v.name][0, 0] for v in graph.inputs if v.role.endswith("attention_mask")}
-    for value in graph.inputs:
-        if value.role not in ("past_key", "past_value"):
-            continue
-        array = np.array(feeds[value.name])
-        axis = SLOT_AXES[m.kv_layout][value.role == "past_value"]
-        assert value.layer is not None
-        mask = masks["attention_mask" if m.layers[value.layer].window is None else "sliding_attention_mask"]
-        # past slot j + c is the run's slot j; the first c are dropped by the graph
-        hidden = np.concatenate((np.ones(graph.rows, bool), (mask < 0).all(0)[: value.shape[axis] - graph.rows]))
-        view = np.moveaxis(array, axis, 0)
-        noise = draw.standard_normal(view[hidden].shape)
-        view[hidden] = np.sign(noise) * 1e4 if value.role == "past_value" else noise * (np.abs(view).max() or 1.0)
-        changed[value.name] = array
-    same = np.array_equal(outputs["logits"][0, -1], engine.run(graph, changed)["logits"][0, -1])
-    return None if same else "the logits change with what lies in hidden slots"
 
 
 def _traced_backend(bundle: Bundle, checkpoint: Checkpoint) -> WeightlessBackend:

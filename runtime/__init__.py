@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollkv.runtime.bundle import Bundle, open_bundle
+    from rollkv.runtime.chat import Chat
     from rollkv.runtime.loaded import LoadedBundle
     from rollkv.runtime.prefix import PrefixStore
     from rollkv.runtime.sampling import SamplingOptions
     from rollkv.runtime.session import Session
     from rollkv.runtime.speculation import DraftModel, PromptLookup
-    from rollkv.runtime.text import Chat
 
 __all__ = [
     "Bundle",
@@ -27,7 +27,7 @@ __all__ = [
 
 _HOME = {
     "Bundle": "bundle",
-    "Chat": "text",
+    "Chat": "chat",
     "DraftModel": "speculation",
     "LoadedBundle": "loaded",
     "PrefixStore": "prefix",

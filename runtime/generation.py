@@ -135,15 +135,14 @@ class Generation(Iterator[int]):
         sequence, policy, started = self._session.sequence, self._admitted.policy, time.perf_counter()
         last, report = self.generated[-1:], self.speculation
         drafted = self._drafted() if report is not None else []
+        drafting = time.perf_counter() - started
         if not drafted:
             arrays = sequence.step(sequence.decode, Run(1, 0), Prompt(last), policy)
             self._found.append(self._pick(arrays.logits, 0))
             if report is not None:
-                report.steps, report.step_seconds = (
-                    report.steps + 1,
-                    report.step_seconds + time.perf_counter() - started,
-                )
-                report.tokens += 1
+                report.run_seconds += drafting
+                report.step_seconds += time.perf_counter() - started - drafting
+                report.steps, report.tokens = report.steps + 1, report.tokens + 1
             return
         assert report is not None
         graph, prompt = self._session.loaded.graphs_with_all_rows()[0], Prompt(last + drafted)

@@ -25,10 +25,12 @@ def info_command(options: argparse.Namespace) -> int:
 
 def describe(m: Manifest) -> list[tuple[str, str]]:
     """Lines of a name and a text."""
-    graph = m.graphs[0]
+    graph = next(graph for graph in m.graphs if graph.role == "prefill")
     cache = sum(_bytes(v.shape, v.dtype) for v in graph.inputs if v.role in ("past_key", "past_value"))
     tokens = next(value for value in graph.inputs if value.role in ("ids", "embeds"))
-    shape = ", ".join(map(str, tokens.shape))
+    sizes = ", ".join(map(str, m.prefill_rows))
+    several = len(m.prefill_rows) > 1
+    shape = ", ".join("c" if several and axis == 1 else str(size) for axis, size in enumerate(tokens.shape))
     fixed = [f", {name} rotation scaled for {rope.fixed_for}" for name, rope in m.rope.items() if rope.fixed_for]
     seen = "" if m.image_attention == "causal" else ", text only: the model's image attention is bidirectional"
     return [
@@ -38,7 +40,7 @@ def describe(m: Manifest) -> list[tuple[str, str]]:
         ),
         (
             "lengths",
-            f"L = {m.max_lm_input_len} prompt tokens, c = {m.chunk_size} rows a run, C = {m.max_kvcache_len} slots",
+            f"L = {m.max_lm_input_len} prompt tokens, c = {sizes} rows a run, C = {m.max_kvcache_len} slots",
         ),
         ("input", f"{tokens.role}, ({shape}) {tokens.dtype}{seen}"),
         *(

@@ -45,7 +45,7 @@ class KvCache:
     def __init__(self, m: Manifest, decode: GraphInfo, rows: int, slack: int | None, fixed: bool) -> None:
         """rows: the most that one run adds. slack: of each buffer, in slots; None: `default_slack`."""
         self._m = m
-        new_of = {past: new for past, new in m.kv_pairs}
+        new_of: dict[str, str] = dict(m.kv_pairs)
         kinds: dict[tuple[tuple[int, ...], int, int | None], list[ValueInfo]] = {}
         for value in decode.inputs:
             if value.role in ("past_key", "past_value"):

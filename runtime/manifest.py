@@ -142,7 +142,7 @@ class Manifest:
     rollkv: str
     source: SourceInfo
     max_lm_input_len: int
-    chunk_size: int
+    chunk_size: int  # the most rows of a prefill graph
     max_kvcache_len: int
     kv_layout: str
     dtype: str
@@ -158,9 +158,15 @@ class Manifest:
     kv_pairs: list[list[str]]
     weights: WeightsInfo
     files: dict[str, FileInfo] = field(default_factory=dict)
+    chunk_sizes: list[int] = field(default_factory=list)  # rows of the prefill graphs, ascending; empty: chunk_size
     embedding: TableInfo | None = None  # where the graphs take embeddings: (V, H)
     per_layer_embedding: TableInfo | None = None  # where they take per-layer inputs
     image_attention: str = "causal"  # how the model lets tokens of one image see each other; the graphs are causal
+
+    @property
+    def prefill_rows(self) -> list[int]:
+        """Rows of every prefill graph, ascending."""
+        return self.chunk_sizes or [self.chunk_size]
 
     @property
     def three_part(self) -> bool:

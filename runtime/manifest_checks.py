@@ -51,9 +51,12 @@ def check_manifest(m: Manifest, where: str) -> None:
     _check_fields(m, need)
     roles = [graph.role for graph in m.graphs]
     need("prefill" in roles and "decode" in roles, "graphs must hold a prefill and a decode graph")
+    need(roles.count("decode") == 1, f"graphs hold {roles.count('decode')} decode graphs, must be one")
     driven = [graph for graph in m.graphs if graph.role in ("prefill", "decode")]
     for graph in driven:
         _check_sizes(m, graph, need)
+    rows = [graph.rows for graph in driven if graph.role == "prefill"]
+    need(rows == m.prefill_rows, f"prefill graphs have the rows {rows}, must be chunk_sizes in order, {m.prefill_rows}")
     _check_layers(m, need)
     for name, rope in m.rope.items():
         _check_rope(rope, f"rope[{name!r}]", need)
@@ -95,6 +98,9 @@ def _check_fields(m: Manifest, need: Need) -> None:
     need(m.kv_layout in KV_LAYOUTS, f"kv_layout {m.kv_layout!r} is not supported; supported: {', '.join(KV_LAYOUTS)}")
     need(m.dtype in DTYPES[:2], f"dtype {m.dtype!r} is not supported; supported: {', '.join(DTYPES[:2])}")
     need(1 <= m.chunk_size <= m.max_kvcache_len, f"chunk_size {m.chunk_size} is not in 1 .. max_kvcache_len")
+    sizes = m.prefill_rows
+    need(sizes == sorted(set(sizes)) and sizes[0] >= 1, f"chunk_sizes is {sizes}, must be positive and ascend")
+    need(sizes[-1] == m.chunk_size, f"chunk_size is {m.chunk_size}, must be {sizes[-1]}, the largest of chunk_sizes")
     need(
         1 <= m.max_lm_input_len <= m.max_kvcache_len,
         f"max_lm_input_len {m.max_lm_input_len} is not in 1 .. max_kvcache_len",
@@ -120,8 +126,8 @@ def _check_sizes(m: Manifest, graph: GraphInfo, need: Need) -> None:
     need(1 <= graph.rows <= most, f"{what}: rows is {graph.rows}, must be in 1 .. {most}")
     need(graph.role == "prefill" or graph.rows == 1, f"{what}: rows is {graph.rows}, decode has 1")
     need(
-        graph.role == "decode" or graph.rows == m.chunk_size,
-        f"{what}: rows is {graph.rows}, must be chunk_size, {m.chunk_size}",
+        graph.role == "decode" or graph.rows in m.prefill_rows,
+        f"{what}: rows is {graph.rows}, must be one of chunk_sizes, {m.prefill_rows}",
     )
     need(graph.kv_len == most, f"{what}: kv_len is {graph.kv_len}, must be max_kvcache_len, {most}")
     need(graph.head in HEADS, f"{what}: head {graph.head!r} is not supported; supported: {', '.join(HEADS)}")
@@ -140,7 +146,7 @@ def _check_layers(m: Manifest, need: Need) -> None:
             _check_reader(i, layer, m.layers[layer.kv_from], need)
         elif layer.window is None:
             need(layer.kv_len == most, f"layers[{i}]: kv_len is {layer.kv_len}, must be max_kvcache_len, {most}")
-        else:  # a run of c rows needs the window of its first row, and the rows after it
+        else:  # a run of the largest c rows needs the window of its first row, and the rows after it
             least = min(most, layer.window - 1 + m.chunk_size)
             need(
                 least <= layer.kv_len <= most,

@@ -123,8 +123,8 @@ class Session:
                 raise PromptError(f"position is {position}, allowed: 0 .. {past}, the tokens that went through")
             if 0 < position < past and not self.sequence.cache.can_rewind(position):
                 raise LimitError(
-                    f"tokens before {position} were forgotten, so the session cannot go back from {past} to {position}; "
-                    "reset it and run them again"
+                    f"tokens before {position} were forgotten, so the session cannot go back from {past} to "
+                    f"{position}; reset it and run them again"
                 )
             self.sequence.settle()
             self.sequence.rewind(position)

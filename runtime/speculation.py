@@ -109,8 +109,21 @@ class DraftSession(Protocol):
         """The draft bundle's."""
         ...
 
-    def prefill(self, ids: Sequence[int], /, *, reuse: bool = False) -> NDArray[Any]:
-        """Logits (V,) after the whole sequence; with `reuse` only what changed of it is run."""
+    @property
+    def tokens(self) -> list[int]:
+        """What went through."""
+        ...
+
+    def reset(self) -> None:
+        """Forget every token."""
+        ...
+
+    def rewind(self, position: int, /) -> None:
+        """Go back to the first `position` tokens; LimitError where that is not possible."""
+        ...
+
+    def prefill(self, ids: Sequence[int], /) -> NDArray[Any]:
+        """Logits (V,) after these tokens, which go on after `tokens`."""
         ...
 
     def decode(self, token: int, /) -> NDArray[Any]:
@@ -158,8 +171,16 @@ class DraftModel:
         most = min(session.manifest.max_kvcache_len, session.manifest.max_position)
         if count < 1 or not 0 < len(tokens) <= most or -1 in tokens:
             return []
+        # Not `prefill(reuse=True)`, which holds the whole sequence to L: a sequence grows beyond it, up to C.
+        there, end = session.tokens, len(tokens) - 1
+        same = next((i for i, token in enumerate(there[:end]) if token != tokens[i]), min(len(there), end))
         try:
-            logits = session.prefill(tokens, reuse=True)
+            session.rewind(same)
+        except LimitError:
+            session.reset()
+            same = 0
+        try:
+            logits = session.prefill(tokens[same:])
         except (LimitError, PromptError):  # of its L
             return []
         drafted = [int(np.argmax(logits))]

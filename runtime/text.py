@@ -1,21 +1,19 @@
-"""Text on top of a token-level session: tokenizer, streaming detokenizer, chat.
+"""Text and token ids: the tokenizer of a bundle, and the detokenizer that streams.
 
-Knows no graph, no cache and no sampling; of a session only what `TokenSession` says. tokenizers is imported when a
-`Tokenizer` is made, jinja2 when a chat template is rendered.
+Knows neither session nor graph. tokenizers is imported when a `Tokenizer` is made, jinja2 when a chat template is
+rendered.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from rollkv.runtime.align import check_protect
-from rollkv.runtime.sampling import SamplingOptions
 from rollkv.runtime.template import ChatTemplate, TextError, check_text
 
-__all__ = ["Chat", "Reply", "TextError", "TextStream", "TokenSession", "Tokenizer"]
+__all__ = ["TextError", "TextStream", "Tokenizer"]
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder puts for bytes that are not, or not yet, a character
@@ -204,164 +202,3 @@ class TextStream:
                 return piece
         self._limit *= 2  # every boundary lies inside a character: look again when twice as much waits
         return ""
-
-
-class _Bundle(Protocol):
-    @property
-    def path(self) -> Path: ...
-
-
-class _Manifest(Protocol):
-    @property
-    def max_lm_input_len(self) -> int: ...
-    @property
-    def max_kvcache_len(self) -> int: ...
-
-
-class _Generation(Protocol):
-    @property
-    def finish_reason(self) -> str | None: ...
-    @property
-    def truncated(self) -> int: ...
-    def __iter__(self) -> Iterator[int]: ...
-
-
-class TokenSession(Protocol):
-    """What `Chat` needs of a session: token ids in, token ids out, and the ids that went through so far."""
-
-    @property
-    def bundle(self) -> _Bundle:
-        """Where the tokenizer's files lie."""
-        ...
-
-    @property
-    def manifest(self) -> _Manifest:
-        """The limits L and C."""
-        ...
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        """Ids that went through since the last reset, in order."""
-        ...
-
-    def reset(self) -> None:
-        """Forget everything."""
-        ...
-
-    def generate(
-        self,
-        ids: Sequence[int],
-        *,
-        max_new_tokens: int | None = None,
-        sampling: SamplingOptions | None = None,
-        truncate: str = "none",
-        keep_head: int | None = None,
-        protect: tuple[int, int] | None = None,
-        on_limit: str = "stop",
-    ) -> _Generation:
-        """Go on after `tokens` with these new ids; the result yields the generated ones, EOS left out."""
-        ...
-
-
-class Reply(Iterator[str]):
-    """The pieces of one answer. The model runs while they are taken; an iterator, so they can be taken once."""
-
-    def __init__(
-        self,
-        session: TokenSession,
-        ids: Sequence[int],
-        stream: TextStream,
-        options: Mapping[str, Any],
-        start_anew: bool,
-    ) -> None:
-        self.prompt_tokens = len(ids)  # of the whole prompt or conversation, before any truncation
-        self.reused_tokens = 0  # how many of them had gone through the session before
-        self.generated_tokens = 0  # so far, EOS not counted
-        self._generation: _Generation | None = None
-        self._pieces = self._run(session, ids, stream, options, start_anew)
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Why the answer ended: "stop" (EOS) or "length"; None until then."""
-        return None if self._generation is None else self._generation.finish_reason
-
-    @property
-    def truncated(self) -> int:
-        """How many prompt tokens were cut; 0 until the first piece is taken."""
-        return 0 if self._generation is None else self._generation.truncated
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def _run(
-        self,
-        session: TokenSession,
-        ids: Sequence[int],
-        stream: TextStream,
-        options: Mapping[str, Any],
-        start_anew: bool,
-    ) -> Iterator[str]:
-        known = list(session.tokens)
-        if start_anew or len(known) >= len(ids) or known != list(ids[: len(known)]):
-            session.reset()
-            known = []
-        self.reused_tokens = len(known)
-        self._generation = session.generate(ids[len(known) :], **options)
-        for token in self._generation:
-            self.generated_tokens += 1
-            if piece := stream.push(token):
-                yield piece
-        if piece := stream.flush():
-            yield piece
-
-
-class Chat:
-    """Text in, text out, over a session of token ids.
-
-    Every call gives the whole conversation or prompt. What the session has already seen of it is not run again: if
-    the session's tokens are a proper prefix of the new ids only the rest is sent, otherwise the session is reset. (The
-    last token of an answer was never fed back, so it is part of the rest.) `options` are those of the session's
-    `generate`; a span in `protect` counts tokens of the whole conversation or prompt. A conversation may be shorter
-    than the span: what it has not reached is not protected yet.
-    """
-
-    def __init__(self, session: TokenSession) -> None:
-        self.session = session
-        self.tokenizer = Tokenizer(session.bundle.path)
-
-    def reply(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Reply:
-        """The assistant's next answer to `messages`, each with a role and a content.
-
-        Raises `TextError` at once, before anything runs: as `Tokenizer.render` does, for an empty prompt, and for
-        a conversation longer than L when neither a truncation nor a limit policy that forgets is chosen. Raises
-        `PromptError` at once as `align.check_protect` does.
-        """
-        ids = self.tokenizer.chat_ids(messages)
-        return self._start("the conversation", ids, self.tokenizer.stream(), options, grows=True)
-
-    def complete(self, prompt: str, **options: Any) -> Reply:
-        """What follows `prompt`, without a chat template: prompt and pieces joined are one text.
-
-        Raises as `reply`, and `PromptError` for a protected span that does not lie in the prompt.
-        """
-        ids = self.tokenizer.encode(prompt)
-        return self._start("the prompt", ids, self.tokenizer.stream(context=ids), options, grows=False)
-
-    def _start(self, what: str, ids: list[int], stream: TextStream, options: Mapping[str, Any], grows: bool) -> Reply:
-        if not ids:
-            raise TextError("empty prompt: it has no tokens; allowed: at least one")
-        limit, slots = self.session.manifest.max_lm_input_len, self.session.manifest.max_kvcache_len
-        how, on_limit = options.get("truncate", "none"), options.get("on_limit", "stop")
-        if len(ids) > limit and how == "none" and on_limit == "stop":
-            raise TextError(
-                f"{what} has {len(ids)} tokens; allowed: at most L = {limit} (C = {slots} cache slots), "
-                "unless --truncate left or middle, or --on-limit roll, is given"
-            )
-        start_anew = len(ids) > limit and how != "none"
-        protect = options.get("protect")
-        if protect is not None:
-            start, stop = check_protect(protect, how, on_limit, None if grows else len(ids))
-            # If nothing is cut only the rest may be sent, and the span would count from another token.
-            reached = (start, min(stop, len(ids))) if start_anew and start < len(ids) else None
-            options = {**options, "protect": reached}
-        return Reply(self.session, ids, stream, options, start_anew)

@@ -178,7 +178,7 @@ def trace_once(config: Any, options: Any, rows: Any) -> Any:
         *lengths,
         options.kv_layout,
         options.ids,
-        options.head,
+        tuple(options.head_of(count) for count in rows),
         options.input,
     )
     if key not in _TRACED:

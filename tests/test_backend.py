@@ -144,7 +144,7 @@ def test_nan_in_the_cache_stops_the_generation_instead_of_giving_token_zero(llam
 
     backend = Poisoned(llama, threads=1)
     session = Session(llama, backend=backend)
-    with pytest.raises(NonFiniteLogits, match="307 of 307 logits are not finite"):
+    with pytest.raises(NonFiniteLogits, match=r"307 of 307 logits of graph prefill\.onnx are not finite"):
         next(session.generate([1, 2, 3]))
     backend.poison = False
     session.reset()

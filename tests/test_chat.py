@@ -1,15 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_session import FakeSession
 from toy_tokenizers import CHATML, CONFIG, byte_level, templated, with_byte_tokens, write
 
 from rollkv.runtime.align import PromptError
-from rollkv.runtime.text import Chat, Reply, TextError, Tokenizer
+from rollkv.runtime.chat import Chat, Reply
+from rollkv.runtime.text import TextError, Tokenizer
 
 
 @pytest.fixture
@@ -20,59 +20,6 @@ def bundle(tmp_path: Path) -> Path:
 @pytest.fixture
 def tokenizer(bundle: Path) -> Tokenizer:
     return Tokenizer(bundle)
-
-
-@dataclass
-class FakeGeneration:
-    session: FakeSession
-    answer: list[int]
-    prompt_tokens: int
-    truncated: int = 0
-    finish_reason: str | None = None
-
-    def __iter__(self) -> Iterator[int]:
-        for index, token in enumerate(self.answer):
-            if index > 0:
-                self.session.tokens.append(self.answer[index - 1])
-            yield token
-        if self.session.ends_with_eos and self.answer:
-            self.session.tokens.append(self.answer[-1])  # fed, and EOS came out
-        self.finish_reason = "stop" if self.session.ends_with_eos else "length"
-
-
-@dataclass
-class FakeManifest:
-    max_lm_input_len: int = 200
-    max_kvcache_len: int = 300
-    bos_token_id: int | None = 0
-    eos_token_ids: list[int] = field(default_factory=lambda: [3])
-
-
-@dataclass
-class FakeBundle:
-    path: Path
-
-
-class FakeSession:
-    def __init__(self, path: Path) -> None:
-        self.bundle = FakeBundle(path)
-        self.manifest = FakeManifest()
-        self.tokens: list[int] = []
-        self.answer: list[int] = []
-        self.ends_with_eos = True
-        self.calls: list[Any] = []
-
-    def reset(self) -> None:
-        self.calls.append("reset")
-        self.tokens = []
-
-    def generate(self, ids: Sequence[int], **options: Any) -> FakeGeneration:
-        self.calls.append((list(ids), options))
-        kept = list(ids)
-        if options.get("truncate") == "left":
-            kept = kept[-self.manifest.max_lm_input_len :]
-        self.tokens += kept
-        return FakeGeneration(self, self.answer, len(kept), truncated=len(ids) - len(kept))
 
 
 @pytest.fixture
@@ -97,7 +44,7 @@ def test_a_reply_streams_the_text_of_the_answer_and_counts(session: FakeSession,
 
 
 @pytest.mark.parametrize("ends_with_eos", [True, False])
-def test_the_next_turn_sends_only_what_the_session_has_not_seen(
+def test_the_next_turn_gives_the_whole_conversation_and_says_what_was_reused(
     session: FakeSession, tokenizer: Tokenizer, ends_with_eos: bool
 ) -> None:
     chat = Chat(session)
@@ -112,19 +59,8 @@ def test_the_next_turn_sends_only_what_the_session_has_not_seen(
     session.calls.clear()
     reply = chat.reply(messages)
     assert "".join(reply) == "the quick"
-    assert session.calls == [(ids[len(seen) :], {})]
+    assert session.calls == [(ids, {})]
     assert (reply.prompt_tokens, reply.reused_tokens) == (len(ids), len(seen))
-
-
-def test_another_conversation_or_the_same_one_again_resets_the_session(session: FakeSession) -> None:
-    chat = Chat(session)
-    list(chat.reply([{"role": "user", "content": "the fox"}]))
-    for content in ("hello", "stop", "stop"):
-        session.calls.clear()
-        reply = chat.reply([{"role": "user", "content": content}])
-        list(reply)
-        assert session.calls[0] == "reset"
-        assert len(session.calls[1][0]) == reply.prompt_tokens
 
 
 def test_completion_has_no_template_and_joins_the_prompt_without_losing_a_space(tmp_path: Path) -> None:
@@ -168,11 +104,12 @@ def test_a_conversation_that_grew_too_long_is_refused_though_its_new_part_is_sho
         chat.complete("hello " * 200)
     assert session.calls == calls
     session.manifest.max_lm_input_len = n
-    list(chat.reply(messages))
-    assert len(session.calls[-1][0]) < n
+    reply = chat.reply(messages)
+    list(reply)
+    assert 0 < reply.reused_tokens < n
 
 
-def test_with_truncation_a_conversation_that_is_too_long_is_sent_whole_to_a_reset_session(
+def test_with_truncation_a_conversation_that_is_too_long_is_sent_whole(
     session: FakeSession, tokenizer: Tokenizer
 ) -> None:
     chat = Chat(session)
@@ -185,17 +122,15 @@ def test_with_truncation_a_conversation_that_is_too_long_is_sent_whole_to_a_rese
     session.calls.clear()
     reply = chat.reply(messages, truncate="left")
     list(reply)
-    assert session.calls == ["reset", (ids, {"truncate": "left"})]
+    assert session.calls == [(ids, {"truncate": "left"})]
     assert (reply.truncated, reply.prompt_tokens) == (5, len(ids))
 
 
-def test_a_span_is_passed_on_once_something_is_cut_as_far_as_the_prompt_reaches(
-    session: FakeSession, tokenizer: Tokenizer
-) -> None:
+def test_a_span_is_passed_on_as_far_as_the_conversation_reaches(session: FakeSession, tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hello"}]
     n = len(tokenizer.chat_ids(messages))
     for limit, span, passed in (
-        (n, (1, n + 9), None),
+        (n, (1, n + 9), (1, n)),
         (n - 2, (1, n + 9), (1, n)),
         (n - 2, (1, n - 3), (1, n - 3)),
         (n - 2, (n, n + 9), None),
@@ -218,21 +153,16 @@ def test_a_wrong_span_is_refused_before_anything_runs(session: FakeSession, toke
     assert session.calls == []
 
 
-def test_a_limit_policy_that_forgets_goes_on_where_the_session_is(session: FakeSession) -> None:
-    chat = Chat(session)
-    messages = [{"role": "user", "content": "hello"}]
-    list(chat.reply(messages, on_limit="roll"))
+@pytest.mark.parametrize("on_limit", ["roll", "sinks"])
+def test_a_limit_policy_that_forgets_takes_a_conversation_longer_than_l(session: FakeSession, on_limit: str) -> None:
     session.manifest.max_lm_input_len = 10
-    session.calls.clear()
-    list(chat.reply([*messages, {"role": "user", "content": "stop"}], on_limit="roll"))
-    assert session.calls[0] == "reset", "the assistant's header stood where the next message is now"
-    session.calls.clear()
-    session.tokens = session.tokens[:20]
-    list(chat.reply([*messages, {"role": "user", "content": "stop"}], on_limit="sinks"))
-    assert len(session.calls) == 1
+    reply = Chat(session).reply([{"role": "user", "content": "hello"}], on_limit=on_limit)
+    list(reply)
+    assert reply.prompt_tokens > 10
+    assert reply.truncated == 0
 
 
-def test_a_reply_left_halfway_leaves_a_session_that_the_next_one_continues_or_resets(
+def test_a_reply_left_halfway_leaves_a_session_that_the_next_one_uses(
     session: FakeSession, tokenizer: Tokenizer
 ) -> None:
     session.answer = tokenizer.encode("the quick brown fox", special=False)
@@ -241,3 +171,94 @@ def test_a_reply_left_halfway_leaves_a_session_that_the_next_one_continues_or_re
     assert next(reply) == "the"
     assert (reply.generated_tokens, reply.finish_reason) == (1, None)
     assert "".join(chat.reply([{"role": "user", "content": "hello"}])) == "the quick brown fox"
+
+
+# Stop strings, callbacks, what a reply tells
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "found"),
+    [
+        (["fox"], "the quick ", "fox"),
+        (["k b", "fox"], "the quic", "k b"),
+        (["fox jumps"], "the quick fox", None),
+        (["the quick fox!", "the"], "", "the"),
+        ([], "the quick fox", None),
+    ],
+)
+def test_an_answer_ends_before_the_first_stop_string_also_when_it_spans_tokens(
+    session: FakeSession, tokenizer: Tokenizer, stop: list[str], text: str, found: str | None
+) -> None:
+    answer = "the quick fox" if found != "k b" else "the quick brown fox"
+    session.answer, session.ends_with_eos = [i for c in answer for i in tokenizer.encode(c, special=False)], False
+    for call in (Chat(session).reply, Chat(session).complete):
+        prompt: Any = [{"role": "user", "content": "the fox"}] if call.__name__ == "reply" else "the fox"
+        reply = call(prompt, stop=stop)
+        pieces = list(reply)
+        assert "".join(pieces) == text
+        assert all(pieces)
+        assert reply.stop_string == found
+        assert reply.finish_reason == ("length" if found is None else "stop")
+        ended = len(answer) if found is None else len(text) + len(found)
+        assert reply.tokens == session.answer[:ended], "one token a character: no run after the stop string"
+        assert reply.generated_tokens == ended
+
+
+def test_a_stop_string_that_the_last_token_begins_is_given_out_at_the_end(
+    session: FakeSession, tokenizer: Tokenizer
+) -> None:
+    session.answer = tokenizer.encode("hello how", special=False)
+    reply = Chat(session).complete("x", stop=["how are"])
+    assert list(reply)[-1] == "how"
+    assert (reply.finish_reason, reply.stop_string) == ("stop", None)
+
+
+def test_a_stop_string_can_end_in_half_a_character_that_only_the_end_gives_out(
+    session: FakeSession, tokenizer: Tokenizer
+) -> None:
+    session.answer, session.ends_with_eos = tokenizer.encode("a龍", special=False)[:-1], False
+    reply = Chat(session).complete("x", stop=["\ufffd"])
+    assert reply.text() == "a"
+    assert (reply.finish_reason, reply.stop_string) == ("stop", "\ufffd")
+
+
+def test_wrong_stop_strings_are_refused_before_anything_runs(session: FakeSession) -> None:
+    chat = Chat(session)
+    with pytest.raises(TextError, match="a stop string is empty"):
+        chat.complete("x", stop=["a", ""])
+    with pytest.raises(TextError, match="stop is 'abc'; allowed: a sequence of strings"):
+        chat.reply([{"role": "user", "content": "x"}], stop="abc")
+    assert session.calls == []
+
+
+def test_a_callback_gets_every_piece_and_text_is_the_whole_answer(session: FakeSession, tokenizer: Tokenizer) -> None:
+    session.answer = tokenizer.encode("the quick brown fox", special=False)
+    heard: list[str] = []
+    reply = Chat(session).complete("x", on_text=heard.append)
+    taken = [next(reply)]
+    assert heard == taken, "while it runs"
+    taken += list(reply)
+    assert heard == taken
+    assert reply.text() == "the quick brown fox"
+    assert heard == taken
+    reply = Chat(session).reply([{"role": "user", "content": "x"}], on_text=heard.append)
+    first = next(reply)
+    assert reply.text() == "the quick brown fox"
+    assert heard == [*taken, first, *heard[len(taken) + 1 :]]
+    assert "".join(heard) == "the quick brown fox" * 2
+
+
+def test_a_reply_tells_ids_logprobs_and_speculation(session: FakeSession, tokenizer: Tokenizer) -> None:
+    session.answer = tokenizer.encode("the quick brown fox", special=False)
+    reply = Chat(session).complete("x", logprobs=0)
+    assert (reply.tokens, reply.logprobs, reply.speculation) == ([], None, None)
+    next(reply)
+    assert reply.tokens == session.answer[: len(reply.tokens)]
+    reply.text()
+    assert reply.tokens == session.answer
+    assert reply.logprobs is not None
+    assert [entry.token for entry in reply.logprobs] == session.answer
+    assert reply.speculation == "a report"
+    reply = Chat(session).complete("x")
+    reply.text()
+    assert reply.logprobs is None

@@ -35,7 +35,14 @@ def process(*arguments: Any, **more: Any) -> subprocess.CompletedProcess[bytes]:
         ([], "the following arguments are required: COMMAND; see rollkv --help"),
         (["exprot"], "argument COMMAND: invalid choice: 'exprot'"),
         (["export"], "the following arguments are required: MODEL, -o/--output; see rollkv export --help"),
-        (["export", "m", "-o", "b", "-c", "x"], "argument -c/--chunk-size: invalid int value: 'x'; see"),
+        (
+            ["export", "m", "-o", "b", "-c", "x"],
+            "argument -c/--chunk-size: 'x' is no size; allowed: a whole number, or",
+        ),
+        (["export", "m", "-o", "b", "-c", "32,,64"], "argument -c/--chunk-size: '32,,64' is no size; allowed: a whole"),
+        (["export", "m", "-o", "b", "-c", "３２"], "argument -c/--chunk-size: '３２' is no size; allowed: a whole"),
+        (["export", "m", "-o", "b", "-c", "32, 64"], "argument -c/--chunk-size: '32, 64' is no size; allowed: a whole"),
+        (["export", "m", "-o", "b", "--speculate", "1.5"], "argument --speculate: '1.5' is no whole number; see"),
         (["export", "m", "-o", "b", "--nosuch"], "unrecognized arguments: --nosuch; see rollkv --help"),
         (["run", "b"], "one of the arguments --prompt --prompt-file is required; see rollkv run --help"),
         (["run", "b", "--prompt", "x", "--prompt-file", "f"], "argument --prompt-file: not allowed with argument"),
@@ -144,6 +151,12 @@ LENGTHS = ["-L", 120, "-c", 8, "-C", 160]
         (["-C", 257], "-C is 257, above the model's 256 positions; allowed: up to 256"),
         (["-L", 0], "-L is 0, must be at least 1"),
         (["-c", -8], "-c is -8, must be at least 1"),
+        (["-c", 0], "-c is 0, must be at least 1"),
+        (["-c", "8,0"], "-c is 0, must be at least 1"),
+        (["-c", "32,32"], "-c names 32 twice; give each size once"),
+        (["-c", "8,9999"], "-c is 9999, more than -C 160; allowed: 1 .. 160"),
+        (["--speculate", 1], "--speculate is 1, allowed: 2 .. 160, which is -C"),
+        (["--speculate", 161], "--speculate is 161, allowed: 2 .. 160, which is -C"),
         (["--opset", 12], "argument --opset: invalid choice: 12 (choose from"),
         (["--kv-layout", "bkds"], "argument --kv-layout: invalid choice: 'bkds' (choose from"),
         (["--ids", "int8"], "argument --ids: invalid choice: 'int8' (choose from"),
@@ -341,8 +354,8 @@ def test_a_full_device_and_a_closed_stdout_are_no_tracebacks(text_bundle: Bundle
 )
 def test_a_console_without_emoji_does_not_crash(text_bundle: Bundle, environment: dict[str, str]) -> None:
     script = (
-        "import sys\nfrom rollkv.runtime import text\n"
-        "text.Reply._run = lambda self, *_: iter(['🙂 grüße'])\n"
+        "import sys\nfrom rollkv.runtime import chat\n"
+        "chat.Reply._run = lambda self, *_: iter(['🙂 grüße'])\n"
         "from rollkv.export.cli import main\nsys.exit(main(sys.argv[1:]))\n"
     )
     done = subprocess.run(

@@ -29,7 +29,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundle:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    monkeypatch.setattr("rollkv.runtime.session.OrtBackend", lambda bundle, *_: ToyBackend(bundle))
+    monkeypatch.setattr("rollkv.runtime.loaded.OrtBackend", lambda bundle, *_, **__: ToyBackend(bundle))
     return save_bundle(folder, embeds_manifest(c=4, L=12, per_layer=True, shared=True, window=5))
 
 

@@ -34,7 +34,7 @@ def test_a_prompt_longer_than_l_names_n_l_and_c(run: Run, text_bundle: Bundle) -
     said = user_error(run("run", text_bundle.path, "--prompt", "x" * 130))
     assert said == (
         "the prompt has 131 tokens; allowed: at most L = 120 (C = 160 cache slots), unless --truncate left or middle, "
-        "or --on-limit roll, is given"
+        "or --on-limit roll or sinks, is given"
     )
 
 
@@ -181,7 +181,7 @@ def test_run_needs_no_network(run: Run, text_bundle: Bundle, monkeypatch: pytest
 def test_logits_that_are_no_numbers_stop_with_a_message(
     run: Run, text_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Session, "_take", lambda *_: np.full(320, np.nan, np.float32))
+    monkeypatch.setattr(Session, "take", lambda *_, **__: np.full(320, np.nan, np.float32))
     code, out, err = run("run", text_bundle.path, "--prompt", PROMPT)
     assert (code, out) == (1, "")
     assert err.startswith("rollkv: ")
@@ -240,7 +240,7 @@ def test_chat_needs_a_template(run: Run, copy: Path, monkeypatch: pytest.MonkeyP
 
 def test_chat_takes_turns_from_stdin(run: Run, text_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[tuple[str, str]]] = []
-    from rollkv.runtime.text import Chat
+    from rollkv.runtime.chat import Chat
 
     real = Chat.reply
 

@@ -138,5 +138,5 @@ def test_logits_that_are_not_finite_stop_a_generation_with_a_message():
             return outputs
 
     bundle = toy_bundle()
-    with pytest.raises(NonFiniteLogits, match="1 of 23 logits are not finite"):
+    with pytest.raises(NonFiniteLogits, match=r"1 of 23 logits of graph prefill\.onnx are not finite"):
         next(Session(bundle, backend=Broken(bundle)).generate([1]))

@@ -60,6 +60,7 @@ def test_lengths_and_folders_reach_export(make) -> None:
     got = make("export", MODEL="some dir/x", L="1216", CHUNK="128", C="1344", OUT="out $$(id)")
     assert got == [["export", "some dir/x", "-o", "out $(id)", "-L", "1216", "-c", "128", "-C", "1344"]]
     assert make("export", MODEL="x", L="$$(id)")[0][-1] == "$(id)"
+    assert make("export", MODEL="x", CHUNK="32,128")[0][-2:] == ["-c", "32,128"]
 
 
 @pytest.mark.parametrize(

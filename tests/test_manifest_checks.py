@@ -66,8 +66,8 @@ ROPE = ("rope", "full")
         # lengths
         (("max_kvcache_len",), 25, "graph prefill.onnx: kv_len is 24, must be max_kvcache_len, 25"),
         (("graphs", 1, "kv_len"), 23, "graph decode.onnx: kv_len is 23, must be max_kvcache_len, 24"),
-        (("chunk_size",), 5, "graph prefill.onnx: rows is 4, must be chunk_size, 5"),
-        (("graphs", 0, "rows"), 3, "graph prefill.onnx: rows is 3, must be chunk_size, 4"),
+        (("chunk_size",), 5, "graph prefill.onnx: rows is 4, must be one of chunk_sizes, [5]"),
+        (("graphs", 0, "rows"), 3, "graph prefill.onnx: rows is 3, must be one of chunk_sizes, [4]"),
         (("layers", 0, "kv_len"), 25, "layers[0]: kv_len is 25, must be max_kvcache_len, 24"),
         (("layers", 1, "kv_len"), 7, "layers[1]: kv_len is 7, must be in 8 .. 24 for window 5"),
         (("layers", 1, "kv_len"), 25, "layers[1]: kv_len is 25, must be in 8 .. 24 for window 5"),
@@ -169,6 +169,72 @@ def test_a_table_that_no_graph_reads_is_refused(folder, role, key):
                 value |= {"role": "ids", "shape": [1, graph["rows"]], "dtype": "int32"}
         graph["inputs"] = [value for value in graph["inputs"] if value["role"] != role]
     assert refusal(folder, raw).endswith(f"{key} is there, but no graph has an input of the role {role}")
+
+
+def several(raw, *sizes):
+    """The manifest with a prefill graph for each size in place of the one of 4 rows."""
+    four, *rest = raw["graphs"]
+    raw["graphs"] = rest
+    for rows in reversed(sizes):
+        graph = json.loads(json.dumps(four)) | {"rows": rows}
+        for value in (*graph["inputs"], *graph["outputs"]):
+            axis = 2 if value["role"].endswith("_mask") else 1
+            if not value["role"].startswith("past") and value["role"] != "logits":
+                value["shape"][axis] = rows
+        raw["graphs"].insert(0, graph)
+    return raw | {"chunk_sizes": list(sizes), "chunk_size": sizes[-1]}
+
+
+def test_several_prefill_graphs_are_taken(folder):
+    store(folder, several(load(folder), 2, 3, 4))
+    m = open_bundle(folder).manifest
+    assert (m.chunk_size, m.chunk_sizes, m.prefill_rows) == (4, [2, 3, 4], [2, 3, 4])
+
+
+def test_a_manifest_without_chunk_sizes_has_one(folder):
+    raw = load(folder)
+    del raw["chunk_sizes"]
+    store(folder, raw)
+    m = open_bundle(folder).manifest
+    assert (m.chunk_sizes, m.prefill_rows) == ([], [4])
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("chunk_sizes",), [3, 2, 4], "chunk_sizes is [3, 2, 4], must be positive and ascend"),
+        (("chunk_sizes",), [2, 2, 4], "chunk_sizes is [2, 2, 4], must be positive and ascend"),
+        (("chunk_sizes",), [0, 2, 4], "chunk_sizes is [0, 2, 4], must be positive and ascend"),
+        (("chunk_sizes",), [2, 4, 5], "chunk_size is 4, must be 5, the largest of chunk_sizes"),
+        (("chunk_size",), 2, "chunk_size is 2, must be 4, the largest of chunk_sizes"),
+        (("chunk_sizes",), [2, 4], "graph prefill.onnx: rows is 3, must be one of chunk_sizes, [2, 4]"),
+        (("chunk_sizes",), [1, 2, 3, 4], "prefill graphs have the rows [2, 3, 4], must be chunk_sizes in order, [1,"),
+        (("graphs", 1, "rows"), 2, "prefill graphs have the rows [2, 2, 4], must be chunk_sizes in order, [2, 3, 4]"),
+        (("graphs", 1, "head"), "all", "prefill.onnx: logits has shape [1, 1, 23], must be [1, 3, 23] with head all"),
+        (("graphs", 1, "kv_len"), 20, "graph prefill.onnx: kv_len is 20, must be max_kvcache_len, 24"),
+        (("graphs", 1, "outputs", 1, "shape"), [1, 4, 2, 6], "has shape [1, 4, 2, 6], must be [1, 3, 2, 6]"),
+    ],
+)
+def test_sizes_that_contradict_the_graphs_are_refused(folder, path, value, message):
+    raw = several(load(folder), 2, 3, 4)
+    change(raw, path, value)
+    assert message in refusal(folder, raw)
+
+
+def test_prefill_graphs_out_of_order_and_a_second_decode_graph_are_refused(folder):
+    raw = several(load(folder), 2, 3, 4)
+    raw["graphs"][0], raw["graphs"][1] = raw["graphs"][1], raw["graphs"][0]
+    assert refusal(folder, raw).endswith(
+        "prefill graphs have the rows [3, 2, 4], must be chunk_sizes in order, [2, 3, 4]"
+    )
+    raw = several(load(folder), 2, 4)
+    raw["graphs"].append(raw["graphs"][-1])
+    assert refusal(folder, raw).endswith("graphs hold 2 decode graphs, must be one")
+
+
+def test_a_window_needs_slots_for_the_largest_run(folder):
+    raw = several(load(folder), 2, 5)
+    assert "layers[1]: kv_len is 8, must be in 9 .. 24 for window 5" in refusal(folder, raw)
 
 
 @pytest.mark.parametrize("slots", [8, 9, 24])

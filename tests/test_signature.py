@@ -93,6 +93,13 @@ def test_other_settings_have_the_contracts_defaults() -> None:
         ({"max_lm_input_len": -5}, "-L is -5, must be at least 1"),
         ({"chunk_size": 0}, "-c is 0, must be at least 1"),
         ({"chunk_size": -1}, "-c is -1, must be at least 1"),
+        ({"chunk_size": ()}, "-c names no size; give one or more, such as 128 or 32,128"),
+        ({"chunk_size": (8, 0)}, "-c is 0, must be at least 1"),
+        ({"chunk_size": (8, 49)}, "-c is 49, more than -C 48; allowed: 1 .. 48"),
+        ({"chunk_size": (8, 4, 8)}, "-c names 8 twice; give each size once"),
+        ({"speculate": 1}, "--speculate is 1, allowed: 2 .. 48, which is -C"),
+        ({"speculate": -4}, "--speculate is -4, allowed: 2 .. 48, which is -C"),
+        ({"speculate": 49}, "--speculate is 49, allowed: 2 .. 48, which is -C"),
         ({"max_kvcache_len": 0}, "-C is 0, must be at least 1"),
         ({"max_kvcache_len": -48}, "-C is -48, must be at least 1"),
         ({"kv_layout": "bkds"}, "--kv-layout is 'bkds', allowed: bskd, bksd, bksd-kt"),
@@ -135,6 +142,34 @@ def test_the_extremes_that_are_allowed() -> None:
     assert lengths(resolve(config(256), max_lm_input_len=1, chunk_size=1, max_kvcache_len=2)) == (1, 1, 2)
     assert resolve(config(), mask_value=-65504).mask_value == -65504.0
     assert resolve(config(), mask_value=-1).mask_value == -1.0
+
+
+def test_several_sizes_are_kept_in_order_and_the_largest_is_c() -> None:
+    options = resolve(config(), chunk_size=[128, 32, 512])
+    assert (options.chunk_sizes, options.prefill_rows, options.chunk_size) == ((32, 128, 512),) * 2 + (512,)
+    assert {options.head_of(rows) for rows in (1, 32, 128, 512)} == {"last"}
+    assert resolve(config(), chunk_size=(64,)) == resolve(config(), chunk_size=64)
+
+
+@pytest.mark.parametrize(("rows", "wanted"), [(8, (8, 32, 128)), (32, (32, 128)), (200, (32, 128, 200))])
+def test_the_graph_for_speculation_is_a_size_more_or_one_of_them(rows: int, wanted: tuple[int, ...]) -> None:
+    options = resolve(config(), chunk_size=(32, 128), speculate=rows)
+    assert (options.chunk_sizes, options.prefill_rows, options.chunk_size) == ((32, 128), wanted, wanted[-1])
+    assert [each for each in (1, *wanted) if options.head_of(each) == "all"] == [rows]
+    every = resolve(config(), chunk_size=(32, 128), speculate=rows, head="all")
+    assert {every.head_of(each) for each in (1, *wanted)} == {"all"}
+
+
+def test_a_window_has_slots_for_the_largest_run_of_any_graph() -> None:
+    cfg = config(sliding_window=9)
+    given = {"max_lm_input_len": 40, "max_kvcache_len": 48}
+    for sizes, speculate, slots in (((4, 8), None, 16), ((8,), 12, 20), ((12,), 4, 20), ((4, 48), None, 48)):
+        options = resolve(cfg, chunk_size=sizes, speculate=speculate, **given)
+        assert {layer.kv_len for layer in layer_infos(cfg, options)} == {slots}
+        for rows in (1, *options.prefill_rows):
+            inputs = {value.name: value.shape for value in graph_inputs(cfg, options, rows)}
+            assert inputs["sliding_attention_mask"] == [1, 1, rows, slots]
+            assert inputs["past_value_1"] == [1, slots, 2, 6]
 
 
 # The signature

@@ -113,12 +113,17 @@ class CountingUp:
         self.manifest, self.limit, self.refuses = manifest(**changes), limit, refuses
         self.tokens, self.fed = [], 0
 
-    def prefill(self, ids, *, reuse=False):
-        assert reuse
+    def reset(self):
+        self.tokens = []
+
+    def rewind(self, position):
+        del self.tokens[position:]
+
+    def prefill(self, ids):
         if self.refuses is not None:
             raise self.refuses
-        self.fed += len(ids) - len(self.tokens[: len(ids)])
-        self.tokens = list(ids)
+        self.fed += len(ids)
+        self.tokens += ids
         return self.logits()
 
     def decode(self, token):

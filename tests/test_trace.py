@@ -43,12 +43,12 @@ def config(windows: Sequence[int | None] = (None, 5, None), **more: Any) -> Deco
 
 
 def options(**more: Any) -> ExportOptions:
-    return ExportOptions(**{"max_lm_input_len": 20, "chunk_size": 4, "max_kvcache_len": 24, **more})
+    return ExportOptions(**{"max_lm_input_len": 20, "chunk_sizes": (4,), "max_kvcache_len": 24, **more})
 
 
 def random_decoder(cfg: DecoderConfig, opts: ExportOptions) -> Decoder:
     torch.manual_seed(3)
-    decoder = make_decoder(cfg, opts).eval()
+    decoder = make_decoder(cfg, opts, opts.chunk_size).eval()
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.normal_(0.0, 0.4)
@@ -179,7 +179,7 @@ def test_a_tied_head_reads_the_embedding_and_has_no_weight_of_its_own() -> None:
 
 
 def test_a_run_as_long_as_the_cache_still_takes_its_past() -> None:
-    cfg, opts = config((None,)), options(chunk_size=24)
+    cfg, opts = config((None,)), options(chunk_sizes=(24,))
     decoder = random_decoder(cfg, opts)
     feeds = random_feeds(cfg, opts, 24, 0)
     model = trace_graph(cfg, opts, 24)

@@ -132,14 +132,14 @@ def test_a_graph_that_a_pass_would_have_spoilt_is_found_after_the_traced_rung(
 def test_a_host_that_shifts_positions_is_found_on_the_runtime_rung(
     checkpoint: Callable[[str], Path], bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollkv.runtime import session
+    from rollkv.runtime import feeds
 
-    right = session.run_positions
+    right = feeds.run_positions
 
     def wrong(past: int, pads: int, rows: int) -> np.ndarray:
         return right(past + (past >= 8), pads, rows)
 
-    monkeypatch.setattr(session, "run_positions", wrong)
+    monkeypatch.setattr(feeds, "run_positions", wrong)
     report = climb(bundle("llama"), checkpoint("llama"))
     broken = [row for row in report.rows if not row.holds]
     assert {row.rung for row in broken} == {"runtime", "roll", "feeds"}
@@ -149,17 +149,16 @@ def test_a_host_that_shifts_positions_is_found_on_the_runtime_rung(
 def test_a_host_that_shows_a_pad_is_found_by_the_audit_of_the_feeds(
     checkpoint: Callable[[str], Path], bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollkv.runtime import session
+    from rollkv.runtime import feeds
 
-    right = session.run_mask
+    right = feeds.fill_mask
 
-    def wrong(past: int, pads: int, rows: int, kv_len: int, mask_value: float, **more: Any) -> np.ndarray:
-        mask = right(past, pads, rows, kv_len, mask_value, **more)
+    def wrong(mask: np.ndarray, past: int, pads: int, mask_value: float, window: int | None) -> None:
+        right(mask, past, pads, mask_value, window)
         if pads:
-            mask[..., kv_len - rows] = 0.0
-        return mask
+            mask[:, mask.shape[1] - mask.shape[0]] = 0.0
 
-    monkeypatch.setattr(session, "run_mask", wrong)
+    monkeypatch.setattr(feeds, "fill_mask", wrong)
     report = climb(bundle("llama"), checkpoint("llama"))
     assert any(row.rung == "feeds" and row.fault and "attention_mask" in row.fault for row in report.rows)
 
