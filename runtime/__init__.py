@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from rollkv.runtime.bundle import Bundle, open_bundle
     from rollkv.runtime.chat import Chat
     from rollkv.runtime.loaded import LoadedBundle
-    from rollkv.runtime.prefix import PrefixStore
+    from rollkv.runtime.prefix_store import PrefixStore
     from rollkv.runtime.sampling import SamplingOptions
     from rollkv.runtime.session import Session
     from rollkv.runtime.speculation import DraftModel, PromptLookup
@@ -30,7 +30,7 @@ _HOME = {
     "Chat": "chat",
     "DraftModel": "speculation",
     "LoadedBundle": "loaded",
-    "PrefixStore": "prefix",
+    "PrefixStore": "prefix_store",
     "PromptLookup": "speculation",
     "SamplingOptions": "sampling",
     "Session": "session",
