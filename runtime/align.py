@@ -72,7 +72,7 @@ def kept_ranges(
     Raises PromptError when "none" does not fit, keep_head is not in 0 .. limit - 1, protect is no span of the n tokens
     (whether anything is cut or not), or a protected token would be cut.
     """
-    if how not in ("none", "left", "middle"):
+    if not isinstance(how, str) or how not in ("none", "left", "middle"):
         raise PromptError(f"truncation {how!r} is unknown; allowed: none, left, middle")
     if keep_head is not None and not 0 <= whole_number("keep_head", keep_head) < limit:
         raise PromptError(f"keep_head is {keep_head}, allowed: 0 .. {limit - 1}")

@@ -80,7 +80,11 @@ class CopyingBinding:
         with self._lock:
             outputs = self._backend.run(self._graph, dict(self._feeds))
             for name, array in self._outputs.items():
-                np.copyto(array, outputs[name], casting="no")
+                made = outputs.get(name) if isinstance(outputs, Mapping) else None
+                if made is None or made.dtype != array.dtype or made.shape != array.shape:
+                    fault = "is not given" if made is None else _fault(made, array.dtype, array.shape)
+                    raise BackendError(f"graph {self._graph.file}: output {name} {fault}; the backend must give it so")
+                array[...] = made
 
 
 def available_threads() -> int:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from rollkv.runtime.align import PromptError, whole_number
@@ -39,6 +40,10 @@ class GenerationOptions:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sampling, SamplingOptions):
+            raise PromptError(f"sampling is {self.sampling!r}, allowed: SamplingOptions")
+        if self.on_token is not None and not callable(self.on_token):
+            raise PromptError(f"on_token is {self.on_token!r}, allowed: a function of an id")
         if self.max_new_tokens is not None and whole_number("max_new_tokens", self.max_new_tokens) < 1:
             raise PromptError(f"max_new_tokens is {self.max_new_tokens}, must be at least 1")
         most = DEFAULT_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
@@ -175,11 +180,14 @@ class Generation(Iterator[int]):
         count = min(rows - 1, self._max - len(self.generated) - 1, session.room(self._admitted.policy.on_limit) - 1)
         if count < 1 or past + rows > m.max_kvcache_len:
             return []
-        drafted = drafter.propose([*session.sequence.tokens, self.generated[-1]], count)[:count]
+        drafted = drafter.propose([*session.sequence.tokens, self.generated[-1]], count)
         if session.sequence.changes != self._changes:
             raise PromptError("the drafter used the session that it drafts for; give it a session of its own")
-        valid = next((i for i, token in enumerate(drafted) if not 0 <= token < m.vocab_size), len(drafted))
-        return [int(token) for token in drafted[:valid]]
+        try:
+            ids = [whole_number("a drafted token", token) for token in drafted[:count]]
+        except TypeError:
+            raise PromptError(f"the drafter gave {type(drafted).__name__}, allowed: a list of ids") from None
+        return list(takewhile(lambda token: 0 <= token < m.vocab_size, ids))
 
     def _pick(self, logits: Array, ahead: int, fed: list[int] | None = None) -> Picked:
         """The token that a row chooses. ahead: tokens of this run before it; fed: the run's tokens up to it.

@@ -118,8 +118,9 @@ class KvCache:
         for first, group in zip(self._first, self.groups, strict=True):
             count = min(position - first, group.buffer.slots)
             held = group.buffer.blocks()  # (R, C, U), of all N tensors
-            data = np.ascontiguousarray(held[:, held.shape[1] - count :])
-            parts.append(CachePart(first, group.window, data.reshape(len(group.pasts), -1, *data.shape[1:])))
+            data = held[:, held.shape[1] - count :].copy()
+            shape = (len(group.pasts), len(held) // len(group.pasts), count, held.shape[2])
+            parts.append(CachePart(first, group.window, data.reshape(shape)))
         return tuple(parts)
 
     def check(self, parts: Sequence[CachePart]) -> None:
@@ -136,7 +137,8 @@ class KvCache:
         """Hold what `parts` gave, which `check` has passed."""
         self.reset()
         for index, (part, group) in enumerate(zip(parts, self.groups, strict=True)):
-            group.buffer.load(part.data.reshape(-1, *part.data.shape[2:]))
+            tensors, blocks, count, unit = part.data.shape
+            group.buffer.load(part.data.reshape(tensors * blocks, count, unit))
             self._first[index] = part.first
 
     # Sinks

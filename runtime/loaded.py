@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import statistics
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from rollkv.runtime.align import PromptError, whole_number
 from rollkv.runtime.backend import Array, Backend, Binding, CopyingBinding, OrtBackend
-from rollkv.runtime.bundle import Bundle, GraphInfo, Manifest, open_bundle
+from rollkv.runtime.bundle import Bundle, BundleError, GraphInfo, Manifest, open_bundle
 from rollkv.runtime.embedding import EmbeddingTable
 
 
@@ -41,6 +42,8 @@ class LoadedBundle:
         chunk_sizes: prefill graphs to load at once; the engine loads others when they are first used. None: all.
         Raises BundleError when the folder does not hold a bundle, PromptError for costs that do not fit the graphs.
         """
+        if not isinstance(bundle, str | os.PathLike | Bundle):
+            raise BundleError(f"bundle is {bundle!r}, allowed: the folder that `rollkv export` wrote")
         self.bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
         m = self.bundle.manifest
         graphs = sorted((graph for graph in m.graphs if graph.role == "prefill"), key=lambda graph: graph.rows)
@@ -68,6 +71,18 @@ class LoadedBundle:
     def sha256(self) -> str:
         """Of the manifest, which holds the hashes of all other files: what a cache that was saved belongs to."""
         return hashlib.sha256(self.manifest.to_json().encode()).hexdigest()
+
+    def chosen(self, sizes: Sequence[int] | None) -> list[int]:
+        """Rows of the prefill graphs to use, ascending; None: all. Raises PromptError for one that is not there."""
+        there = list(self.prefill)
+        if sizes is None:
+            return there
+        for size in sizes:
+            if size not in there:
+                raise PromptError(f"chunk size {size} is not in this bundle; it has {', '.join(map(str, there))}")
+        if not sizes:
+            raise PromptError(f"no chunk size is given; this bundle has {', '.join(map(str, there))}")
+        return sorted(set(sizes))
 
     @cached_property
     def verifier(self) -> GraphInfo | None:
@@ -112,3 +127,12 @@ class LoadedBundle:
             costs[graph.rows] = statistics.median(times[1:])
         self.costs = costs
         return dict(costs)
+
+
+def read_sizes(sizes: Sequence[int] | None) -> list[int] | None:
+    """Chunk sizes that were asked for, as whole numbers."""
+    if sizes is None:
+        return None
+    if isinstance(sizes, str | bytes) or not isinstance(sizes, Iterable):
+        raise PromptError(f"chunk_sizes is {sizes!r}, allowed: several whole numbers, such as [128]")
+    return [whole_number("chunk size", size) for size in sizes]

@@ -49,7 +49,7 @@ def save_prefix(path: str | Path, snapshot: Snapshot) -> None:
     Raises PrefixError for a snapshot that no file can hold, a folder's name, or a folder that is missing; OSError when
     writing fails. Whatever fails, `path` is then as it was, and nothing is left beside it.
     """
-    final = Path(path)
+    final = Path(_file_name(path))
     pieces = _layout(snapshot, str(final))
     if os.path.isdir(final):
         raise PrefixError(f"{final}: a folder; give the name of a file")
@@ -76,7 +76,7 @@ def load_prefix(path: str | Path, bundle: str) -> Snapshot:
     bundle: sha256 (hex) of the manifest that the snapshot must belong to. Raises PrefixError: no such file, not one of
     these, a newer format, cut off, changed, or of another bundle; OSError when the disk fails.
     """
-    name = str(path)
+    name = str(_file_name(path))
     raw = _map(path, name)
     header, start = _read_header(raw, name)
     _check_tokens(header, name)
@@ -147,6 +147,12 @@ def _layout(snapshot: Snapshot, name: str) -> list[bytes | memoryview]:
         raise PrefixError(f"{name}: the header would take {len(text)} bytes, allowed: {_HEADER_MAX}; save fewer tokens")
     start = _START.pack(MAGIC, FORMAT, len(text), hashlib.sha256(text).digest()) + text
     return [start.ljust(_aligned(len(start)), b"\0"), *pieces]
+
+
+def _file_name(path: str | Path) -> str | Path:
+    if not isinstance(path, str | os.PathLike):  # open() would take a number for an open file, and close it
+        raise PrefixError(f"path is {path!r}, allowed: the name of a file")
+    return path
 
 
 def _map(path: str | Path, name: str) -> NDArray[np.uint8]:
@@ -227,8 +233,13 @@ def _check_part(part: dict[str, Any], tokens: int, where: str) -> int:
     dtype, shape = part.get("dtype"), part.get("shape")
     if not isinstance(dtype, str) or dtype not in _STORED:
         raise PrefixError(f"{where}: dtype is {_short(dtype)}, allowed: {', '.join(_STORED)}")
-    if not (isinstance(shape, list) and len(shape) == 4 and all(_is_int(size, 1, _INT_MAX) for size in shape)):
-        raise PrefixError(f"{where}: shape is {_short(shape)}, must be four whole numbers from 1")
+    # Of slots there may be none: a layer with a window of 1 needs nothing of what went before.
+    if not (
+        isinstance(shape, list)
+        and len(shape) == 4
+        and all(_is_int(size, 0 if axis == 2 else 1, _INT_MAX) for axis, size in enumerate(shape))
+    ):
+        raise PrefixError(f"{where}: shape is {_short(shape)}, must be four whole numbers from 1, the third from 0")
     if not _is_int(part.get("first"), 0, tokens) or part["first"] + shape[2] != tokens:
         raise PrefixError(
             f"{where}: first is {_short(part.get('first'))} with {shape[2]} slots, their sum must be {tokens}, "

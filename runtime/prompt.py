@@ -78,6 +78,8 @@ def read_prompt(
 
 def _read_ids(m: Manifest, ids: Sequence[int]) -> list[int]:
     try:
+        if any(isinstance(i, bool) for i in ids):
+            raise TypeError
         known = [operator.index(i) for i in ids]
     except (TypeError, ValueError, RuntimeError):  # the last two: tensors of other libraries
         raise PromptError(f"token ids must be whole numbers, got {type(ids).__name__} {str(ids)[:40]!r}") from None

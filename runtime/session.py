@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from rollkv.runtime.bundle import Bundle, GraphInfo, Manifest
 from rollkv.runtime.cover import Run, plan_runs
 from rollkv.runtime.generation import DEFAULT_NEW_TOKENS, Generation, GenerationOptions
 from rollkv.runtime.limits import ADDRESSES, DEFAULT_SINKS, ON_LIMIT
-from rollkv.runtime.loaded import LoadedBundle
+from rollkv.runtime.loaded import LoadedBundle, read_sizes
 from rollkv.runtime.prefix import load_prefix, save_prefix
 from rollkv.runtime.prefix_store import PrefixStore
 from rollkv.runtime.prompt import Prompt, read_prompt
@@ -61,19 +61,22 @@ class Session:
         run moves the whole cache. prefixes: saved states that prompts with `reuse` may start from.
         Raises BundleError when the folder does not hold a bundle, PromptError for a setting that is not allowed.
         """
+        sizes = read_sizes(chunk_sizes)
         if isinstance(bundle, LoadedBundle):
             if backend is not None or threads is not None or low_memory:
                 raise PromptError("backend, threads and low_memory belong to the LoadedBundle that is given")
             self.loaded = bundle
         else:
             self.loaded = LoadedBundle(
-                bundle, backend=backend, threads=threads, low_memory=low_memory, chunk_sizes=_sizes(chunk_sizes)
+                bundle, backend=backend, threads=threads, low_memory=low_memory, chunk_sizes=sizes
             )
-        if addresses not in ADDRESSES:
-            raise PromptError(f"addresses {addresses!r} is unknown; allowed: {', '.join(ADDRESSES)}")
-        if slack is not None and whole_number("slack", slack) < 1:
-            raise PromptError(f"slack is {slack}, must be at least 1")
-        self._sizes = _chosen(self.loaded, chunk_sizes)
+        _check_word("addresses", addresses, ADDRESSES)
+        most = self.manifest.max_position
+        if slack is not None and not 1 <= whole_number("slack", slack) <= most:
+            raise PromptError(f"slack is {slack}, allowed: 1 .. {most}, the model's positions")
+        if prefixes is not None and not isinstance(prefixes, PrefixStore):
+            raise PromptError(f"prefixes is {prefixes!r}, allowed: a PrefixStore")
+        self._sizes = self.loaded.chosen(sizes)
         self._prefixes = prefixes
         self.sequence = TokenSequence(self.loaded, slack, addresses == "fixed")
         self.lock = threading.RLock()
@@ -250,6 +253,8 @@ class Session:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go to the state of a snapshot. Raises LimitError when it is of another bundle or cache."""
+        if not isinstance(snapshot, Snapshot):
+            raise PromptError(f"snapshot is {snapshot!r}, allowed: what Session.snapshot gave")
         with self.lock:
             self.sequence.restore(snapshot)
 
@@ -278,8 +283,7 @@ class Session:
             drafter.check(self.manifest)
 
     def _read_policy(self, on_limit: str, sinks: int) -> Policy:
-        if on_limit not in ON_LIMIT:
-            raise PromptError(f"on_limit {on_limit!r} is unknown; allowed: {', '.join(ON_LIMIT)}")
+        _check_word("on_limit", on_limit, ON_LIMIT)
         slots = self.manifest.max_kvcache_len
         if on_limit == "sinks" and not 1 <= whole_number("sinks", sinks) < slots:
             raise PromptError(f"sinks is {sinks}, allowed: 1 .. {slots - 1}, less than C")
@@ -379,23 +383,6 @@ class Session:
             return arrays.feeds()
 
 
-def _sizes(sizes: Sequence[int] | None) -> list[int] | None:
-    """Chunk sizes that were asked for, as whole numbers."""
-    if sizes is None:
-        return None
-    if isinstance(sizes, str | bytes) or not isinstance(sizes, Iterable):
-        raise PromptError(f"chunk_sizes is {sizes!r}, allowed: several whole numbers, such as [128]")
-    return [whole_number("chunk size", size) for size in sizes]
-
-
-def _chosen(loaded: LoadedBundle, sizes: Sequence[int] | None) -> list[int]:
-    """Rows of the prefill graphs to use, ascending."""
-    there, sizes = list(loaded.prefill), _sizes(sizes)
-    if sizes is None:
-        return there
-    for size in sizes:
-        if size not in there:
-            raise PromptError(f"chunk size {size} is not in this bundle; it has {', '.join(map(str, there))}")
-    if not sizes:
-        raise PromptError(f"no chunk size is given; this bundle has {', '.join(map(str, there))}")
-    return sorted(set(sizes))
+def _check_word(name: str, value: str, allowed: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise PromptError(f"{name} {value!r} is unknown; allowed: {', '.join(allowed)}")

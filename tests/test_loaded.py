@@ -9,7 +9,7 @@ import pytest
 from conftest import Recorder
 from toy_model import ToyBackend, close, some_ids, toy_bundle, whole_pass
 
-from rollkv.runtime.align import LimitError, PromptError
+from rollkv.runtime.align import PromptError
 from rollkv.runtime.backend import OrtBackend
 from rollkv.runtime.loaded import LoadedBundle
 from rollkv.runtime.prefix_store import PrefixStore
@@ -275,41 +275,3 @@ def test_a_failure_while_pinned_tokens_are_written_leaves_the_cache_as_it_was(la
     assert session.tokens == ids
     session.rewind(20)
     close(session.prefill(ids, reuse=True), whole_pass(ids)[-1])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"chunk_sizes": 4}, "chunk_sizes is 4, allowed: several whole numbers"),
-        ({"chunk_sizes": [5]}, "chunk size 5 is not in this bundle; it has 4"),
-        ({"chunk_sizes": []}, "no chunk size is given; this bundle has 4"),
-        ({"addresses": "ring"}, "addresses 'ring' is unknown; allowed: moving, fixed"),
-        ({"slack": 0}, "slack is 0, must be at least 1"),
-    ],
-)
-def test_settings_of_a_session_that_are_not_allowed_are_refused(settings, message):
-    bundle = toy_bundle(c=4)
-    with pytest.raises(PromptError, match=message):
-        Session(bundle, backend=ToyBackend(bundle), **settings)
-
-
-def test_what_belongs_to_the_loaded_bundle_is_not_a_sessions_to_say():
-    bundle = toy_bundle(c=4)
-    loaded = LoadedBundle(bundle, backend=ToyBackend(bundle))
-    with pytest.raises(PromptError, match="belong to the LoadedBundle that is given"):
-        Session(loaded, threads=2)
-    with pytest.raises(PromptError, match="on_limit 'forget' is unknown"):
-        Session(loaded).room("forget")
-
-
-def test_a_policy_that_has_forgotten_cannot_be_exchanged():
-    bundle = toy_bundle(c=4)
-    session = Session(bundle, backend=ToyBackend(bundle))
-    session.prefill(some_ids(30), on_limit="sinks", sinks=2)
-    for other in ({"on_limit": "roll"}, {"on_limit": "sinks", "sinks": 3}):
-        with pytest.raises(LimitError, match="has forgotten tokens by sinks of 2 and cannot go on by"):
-            session.decode(1, **other)
-    with pytest.raises(PromptError, match=r"sinks is 24, allowed: 1 \.\. 23, less than C"):
-        session.decode(1, on_limit="sinks", sinks=24)
-    with pytest.raises(LimitError, match="has forgotten its first tokens; only a whole prefix can be saved"):
-        session.snapshot()
