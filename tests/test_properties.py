@@ -247,7 +247,7 @@ class Driver:
             self.held.record.take(feeds, self.case.sinks if self.policy == "sinks" else 0)
             self.held.high = max(self.held.high, len(self.held.record.tokens))
             if self.policy == "stop":
-                assert self.held.high <= self.C
+                assert self.past <= self.C
         if speculative:
             assert self.session.tokens == self.held.record.tokens[: self.session.position]
             self.held.record.rewind(self.session.position)

@@ -171,6 +171,41 @@ def test_a_rewind_to_a_position_that_was_not_reached_is_refused(position):
     assert session.tokens == some_ids(5)
 
 
+# Saved states
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=named)
+@pytest.mark.parametrize("past", [1, C - 1, C])
+def test_a_snapshot_stays_as_it_was_whatever_the_session_does_next(past, settings):
+    """At P = C the whole window is copied, not looked at."""
+    ids = some_ids(C, seed=5)
+    session, _ = toy(C=C, **settings)
+    session.prefill(ids[:past])
+    snapshot = session.snapshot()
+    session.decode(3, on_limit="roll")
+    session.reset()
+    session.prefill(others(ids))
+    session.restore(snapshot)
+    assert session.tokens == ids[:past]
+    given = [*ids[: past - 1], 7, 8][:C]
+    close(session.prefill(given, reuse=True), whole_pass(given, settings["window"])[-1])
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_a_snapshot_after_the_longest_rewind_goes_on(tmp_path, window):
+    """With a window of one token nothing of the layers may be held any more."""
+    ids = some_ids(20, seed=2)
+    session, _ = toy(c=4, C=24, window=window, full=False)
+    session.prefill(ids)
+    session.rewind(16)
+    session.save(tmp_path / "file")
+    snapshot = session.snapshot()
+    for back in (lambda: session.restore(snapshot), lambda: session.load_prefix(tmp_path / "file")):
+        session.reset()
+        back()
+        close(session.prefill([7, 8]), whole_pass([*ids[:16], 7, 8], window, full=False)[-1])
+
+
 # Tokens that came as embeddings
 
 
