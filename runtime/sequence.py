@@ -137,8 +137,8 @@ class TokenSequence:
             self.tokens += prompt.ids[:count]
             for index, end in enumerate([] if ends is None else ends[:count].tolist()):
                 self._note_offset(past + index + 1, end - (past + index + 1))
-            if forgets:
-                self.policy = policy
+            if forgets:  # a model whose layers all have a window needs none of what it forgets
+                self.policy = policy if self.cache.forgot else None
         except BaseException:  # Ctrl-C between two groups of the cache: they would be a token apart
             self.reset()
             raise

@@ -67,11 +67,12 @@ def worst_error(model: Any, session: Session, lengths: Sequence[int], decoded: i
     """Largest |difference| / largest |logit| over every real row; the last `decoded` tokens come one by one."""
     import torch
 
-    inner, worst = session.backend, 0.0
+    inner, tables, worst = session.backend, session.loaded.tables, 0.0
     for n in lengths:
         ids = np.random.default_rng(n).integers(0, BASE["vocab_size"], n).tolist()
-        session.backend = rows = RowsBackend(inner)
-        session.reset()
+        rows = RowsBackend(inner)
+        session = Session(session.bundle, backend=rows)
+        session.loaded.tables = tables
         session.prefill(ids[: n - decoded])
         for token in ids[n - decoded :]:
             session.decode(token)
@@ -79,7 +80,6 @@ def worst_error(model: Any, session: Session, lengths: Sequence[int], decoded: i
             wanted = model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
         got = np.concatenate(rows.rows)[-n:]
         worst = max(worst, float(np.abs(got - wanted).max() / np.abs(wanted).max()))
-    session.backend = inner
     return worst
 
 
@@ -117,7 +117,8 @@ def test_every_norm_scalar_and_table_is_large_enough_that_its_lack_would_show(tm
                 parameter.copy_(kept)
     assert len(lacking) == 15
     assert min(lacking.values()) > 1e-3, lacking
-    session._tables["per_layer_inputs"]._table = np.zeros_like(session._tables["per_layer_inputs"]._table)
+    table = session.loaded.tables["per_layer_inputs"]
+    table._table = np.zeros_like(table._table)
     assert worst_error(model, session, [9]) > 1e-2
 
 

@@ -66,7 +66,7 @@ ROPE = ("rope", "full")
         # lengths
         (("max_kvcache_len",), 25, "graph prefill.onnx: kv_len is 24, must be max_kvcache_len, 25"),
         (("graphs", 1, "kv_len"), 23, "graph decode.onnx: kv_len is 23, must be max_kvcache_len, 24"),
-        (("chunk_size",), 5, "graph prefill.onnx: rows is 4, must be one of chunk_sizes, [5]"),
+        (("chunk_size",), 5, "chunk_size is 5, must be 4, the largest of chunk_sizes"),
         (("graphs", 0, "rows"), 3, "graph prefill.onnx: rows is 3, must be one of chunk_sizes, [4]"),
         (("layers", 0, "kv_len"), 25, "layers[0]: kv_len is 25, must be max_kvcache_len, 24"),
         (("layers", 1, "kv_len"), 7, "layers[1]: kv_len is 7, must be in 8 .. 24 for window 5"),

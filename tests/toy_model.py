@@ -6,7 +6,6 @@ too, and the logits on everything that is visible, so a wrong id, position, mask
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from pathlib import Path
 
@@ -103,9 +102,6 @@ def toy_bundle(
             outputs=outputs + cached("new", rows),
         )
 
-    more = {}
-    if "chunk_sizes" in {part.name for part in dataclasses.fields(Manifest)}:
-        more["chunk_sizes"] = sizes
     manifest = Manifest(
         format=1,
         rollkv="0.1.0",
@@ -126,7 +122,7 @@ def toy_bundle(
         graphs=[*(graph("prefill", rows) for rows in sizes), graph("decode", 1)],
         kv_pairs=[[f"past_{part}_{i}", f"new_{part}_{i}"] for i in range(2) for part in ("key", "value")],
         weights=WeightsInfo(file="weights.bin", unique_bytes=0),
-        **more,
+        chunk_sizes=sizes,
     )
     return Bundle(Path("nowhere"), manifest)
 
