@@ -54,11 +54,11 @@ def numbers(low: int, high: int) -> st.SearchStrategy[int]:
 @st.composite
 def cases(draw: st.DrawFn, policy: str) -> Case:
     C = draw(st.one_of(numbers(4, 24), numbers(12, 24)))
-    rows = st.one_of(numbers(1, min(8, C)), st.just(C))
+    rows = st.one_of(numbers(1, min(4, C)), numbers(1, min(8, C)), st.just(C))
     sizes = draw(st.lists(rows, min_size=1, max_size=3, unique=True))
     speculate = draw(st.one_of(st.none(), numbers(2, min(6, C)), numbers(2, 4)))
     largest = max(*sizes, speculate or 1)
-    window = draw(st.none() | numbers(1, C))
+    window = draw(st.one_of(st.none(), numbers(1, min(5, C)), numbers(1, C)))
     most = draw(st.sampled_from([512, 512, C + 6, C]))
     addresses = draw(st.sampled_from(["moving", "fixed"]))
     costs = draw(st.none() | st.lists(st.floats(0.1, 10), min_size=5, max_size=5))
@@ -95,15 +95,18 @@ def operations(C: int) -> st.SearchStrategy[tuple[Any, ...]]:
     """A name, what it needs, and last whether the limit policy is the case's own (else "stop")."""
     own = st.sampled_from([True, True, True, False])
     seed = st.integers(0, 999)
-    # New tokens: a number, or how many more (or fewer) than there is room for.
-    count = st.one_of(numbers(1, 9), numbers(1, 2 * C), st.sampled_from(["full", "over", "but one"]))
-    share = st.sampled_from([0.0, 0.3, 0.5, 0.8, 0.9, 1.0])
+    # New tokens: a number, or up to one end of the cache or the other side of it, or so that one run of the draft
+    # graph just fits after them, or does not.
+    named = st.sampled_from(["full", "over", "but one", "run", "run over"])
+    count = st.one_of(numbers(1, 9), numbers(1, 2 * C), named, named)
+    # Tokens to go back: a number, or as far as the slots of a layer with a window go, or one more.
+    back = st.one_of(numbers(0, 3), numbers(0, 24), st.sampled_from(["farthest", "too far"]))
     drafter = st.sampled_from([None, "lookup", "right", "wrong later"])
     often = [
         st.tuples(st.just("prefill"), count, seed, own),
         st.tuples(st.just("decode"), seed, own),
-        st.tuples(st.just("reuse"), share, count, seed, own),
-        st.tuples(st.just("rewind"), st.one_of(numbers(0, 3), numbers(0, 24)), own),
+        st.tuples(st.just("reuse"), back, count, seed, own),
+        st.tuples(st.just("rewind"), back, own),
         st.tuples(st.just("generate"), count, seed, numbers(1, 6), drafter, own),
     ]
     seldom = [
@@ -201,8 +204,17 @@ class Driver:
         return {"on_limit": self.policy, **({"sinks": self.case.sinks} if self.policy == "sinks" else {})}
 
     def new(self, count: int | str, seed: int) -> list[int]:
-        named = {"full": 0, "over": 1, "but one": -1}
+        rows = self.case.bundle["speculate"] or self.m.chunk_size
+        named = {"full": 0, "over": 1, "but one": -1, "run": -rows, "run over": 1 - rows}
         return tokens_of(max(1, self.C - self.past + named[count] if isinstance(count, str) else count), seed)
+
+    def before(self, back: int | str) -> int:
+        """The position that is so far back."""
+        layer = self.m.layers[1]
+        if isinstance(back, str):
+            spare = 1 if layer.window is None else layer.kv_len - (layer.window - 1) - (self.held.high - self.past)
+            back = spare + (back == "too far")
+        return min(self.past, max(0, self.past - back))
 
     def refused(self, given: int, new: int, past: int) -> tuple[bool, tuple[type[Exception], ...]]:
         """Whether a prompt may run, and by which errors it may be refused. given: n; new: those that would run."""
@@ -268,9 +280,9 @@ class Driver:
             assert self.held.record.tokens[past:] == ids
             self.compare(logits)
 
-    def reuse(self, share: float, count: int | str, seed: int) -> None:
+    def reuse(self, back: int | str, count: int | str, seed: int) -> None:
         """The whole sequence: a part of what is held, and then others."""
-        ids = self.held.record.tokens[: round(share * self.past)]
+        ids = self.held.record.tokens[: self.before(back)]
         ids += self.new(count, seed)[: 2 * self.C]
         common = next((i for i, (a, b) in enumerate(zip(ids, self.held.record.tokens, strict=False)) if a != b), None)
         common = min(len(ids) - 1, self.past) if common is None else common  # one must run: for its logits
@@ -294,8 +306,8 @@ class Driver:
             assert [graph.rows for graph, _ in self.backend.runs] == [1]
             self.compare(logits)
 
-    def rewind(self, back: int) -> None:
-        position = max(0, self.past - back)
+    def rewind(self, back: int | str) -> None:
+        position = self.before(back)
         low, high = (self.held.may_rewind(self.bundle, position, far) for far in (self.held.low, self.held.high))
         errors = () if high else (LimitError,)
         done = self.call(low or position == 0, errors, lambda: [self.session.rewind(position)])
