@@ -14,9 +14,8 @@ addresses, where the window's content moves at every step.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import json
-import os
 import shutil
 import statistics
 import sys
@@ -30,7 +29,6 @@ import numpy as np
 from benchmarks.bundles import preset
 from rollkv.export.pipeline import export_bundle
 from rollkv.export.signature import resolve
-from rollkv.models.checkpoint import open_checkpoint
 from rollkv.runtime import Session, backend, kv
 from rollkv.runtime.bundle import Bundle, open_bundle
 from rollkv.runtime.cache import RollingBuffer
@@ -71,17 +69,10 @@ class Clock:
 
 
 def made_bundle(slots: int, layout: str, folder: Path) -> Bundle:
-    """SmolLM2 with C slots, from a copy of its checkpoint that has as many positions."""
-    source = folder / "checkpoint"
-    source.mkdir()
-    original = preset("smollm2-135m").path
-    for file in original.iterdir():
-        if file.name != "config.json":
-            os.symlink(file.resolve(), source / file.name)
-    config = json.loads((original / "config.json").read_text())
-    config["max_position_embeddings"] = max(slots, config["max_position_embeddings"])
-    (source / "config.json").write_text(json.dumps(config))
-    checkpoint = open_checkpoint(str(source), print)
+    """SmolLM2 with C slots, and at least as many positions."""
+    checkpoint = preset("smollm2-135m")
+    most = max(slots, checkpoint.config.max_position)
+    checkpoint = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, max_position=most))
     lengths = {"max_lm_input_len": min(slots - 1, 1024), "chunk_size": 128, "max_kvcache_len": slots}
     export_bundle(
         checkpoint, resolve(checkpoint.config, **lengths, kv_layout=layout), folder / "bundle", lambda *_: None

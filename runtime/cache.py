@@ -110,8 +110,3 @@ class RollingBuffer:
         """Copy `size` values within the buffer. NumPy copies overlapping stretches of one axis without a temporary."""
         self._flat[target : target + size] = self._flat[source : source + size]
         self.copied_bytes += size * self._flat.itemsize
-
-
-def default_slack(rows: int, kv_len: int) -> int:
-    """Slack in slots for a largest run of `rows` and a window of kv_len: a quarter of it, and at least one run."""
-    return max(rows, kv_len // 4)

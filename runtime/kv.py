@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollkv.runtime.align import LimitError
-from rollkv.runtime.cache import RollingBuffer, default_slack
+from rollkv.runtime.cache import RollingBuffer
 from rollkv.runtime.manifest import SLOT_AXES, GraphInfo, Manifest, ValueInfo
 from rollkv.runtime.prefix import CachePart
 from rollkv.runtime.sinks import turn_keys
@@ -43,7 +43,11 @@ class KvCache:
     """All groups of a session, which roll together."""
 
     def __init__(self, m: Manifest, decode: GraphInfo, rows: int, slack: int | None, fixed: bool) -> None:
-        """rows: the most that one run adds. slack: of each buffer, in slots; None: `default_slack`."""
+        """rows: the most that one run adds. slack: of each buffer, in slots.
+
+        None: as many slots as the window has. One slack serves all tensors of a group, so that is little memory; no
+        window is copied before tokens are forgotten, and until then every rewind moves its start alone.
+        """
         self._m = m
         new_of: dict[str, str] = dict(m.kv_pairs)
         kinds: dict[tuple[tuple[int, ...], int, int | None], list[ValueInfo]] = {}
@@ -58,7 +62,7 @@ class KvCache:
                 (len(values), *shape),
                 axis + 1,
                 values[0].dtype,
-                default_slack(rows, shape[axis]) if slack is None else max(slack, min(rows, shape[axis])),
+                shape[axis] if slack is None else max(slack, min(rows, shape[axis])),
                 fixed,
             )
             self.groups.append(Group(tuple(values), tuple(new_of[v.name] for v in values), axis, window, buffer))

@@ -8,6 +8,9 @@ P tokens that went through before, p pads, c rows of the run, C key slots.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
@@ -63,14 +66,21 @@ def fill_mask(mask: NDArray[np.floating], past: int, pads: int, mask_value: floa
     rows, kv_len = mask.shape
     mask.fill(mask_value)
     stored = kv_len - rows  # slots of the cache that the run can see
+    before = min(past, stored)  # cached tokens that are stored and visible without a window
+    if window is None:
+        mask[pads:, stored - before : stored] = 0.0
+        mask[pads:, stored + pads :] = _causal_block(rows - pads, mask_value, mask.dtype)
+        return
     for row in range(pads, rows):
-        real = row - pads  # the run's real tokens before this one
         last = stored + row  # this row's own slot
-        before = min(past, stored)  # cached tokens that are stored and visible without a window
-        if window is not None:
-            before = max(0, min(before, window - 1 - real))
-            own = max(stored + pads, last - window + 1)
-        else:
-            own = stored + pads
-        mask[row, stored - before : stored] = 0.0
-        mask[row, own : last + 1] = 0.0
+        within = max(0, min(before, window - 1 - (row - pads)))
+        mask[row, stored - within : stored] = 0.0
+        mask[row, max(stored + pads, last - window + 1) : last + 1] = 0.0
+
+
+@lru_cache(maxsize=16)
+def _causal_block(size: int, mask_value: float, dtype: np.dtype[Any]) -> NDArray[np.floating]:
+    """Visible on and below the diagonal, (size, size); read-only."""
+    block = np.where(np.tri(size, dtype=np.bool_), 0.0, mask_value).astype(dtype)
+    block.flags.writeable = False
+    return block

@@ -60,8 +60,8 @@ class Session:
         """bundle: the folder, one that is open, or one that is loaded, to which backend, threads, low_memory belong.
 
         chunk_sizes: rows of the prefill graphs to use, of those in the bundle; None: all.
-        addresses: "moving", where past inputs move through a buffer with room for `slack` tokens more (by default the
-        largest c, or a quarter of the slots), or "fixed", for a board that registers addresses once, where every
+        addresses: "moving", where past inputs move through a buffer with room for `slack` tokens more (by default as
+        many as there are slots), or "fixed", for a board that registers addresses once, where every
         run moves the whole cache. prefixes: saved states that prompts with `reuse` may start from.
         Raises BundleError when the folder does not hold a bundle, PromptError for a setting that is not allowed.
         """

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 
-from rollkv.runtime.cache import RollingBuffer, default_slack, roll
+from rollkv.runtime.cache import RollingBuffer, roll
 
 C, C_ROWS, K, D = 11, 4, 3, 2
 # layout -> shape of a cached tensor, its slot axis
@@ -137,6 +137,67 @@ def test_a_roll_keeps_no_reference_to_what_it_was_given():
     assert buffer.window().max() == 1
 
 
-@pytest.mark.parametrize(("rows", "kv_len", "slack"), [(4, 11, 4), (1, 3, 1), (128, 1280, 320), (64, 64, 64)])
-def test_the_default_slack_is_a_quarter_of_the_window_and_at_least_one_run(rows, kv_len, slack):
-    assert default_slack(rows, kv_len) == slack
+# Rewinds, and windows that stay where they are
+
+
+@every_layout
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("slack", [C_ROWS, C])
+def test_a_rewind_brings_back_what_the_last_slots_held_before(layout, slack, fixed):
+    """As long as the window has dropped no token: what comes back at the left was never written."""
+    shape, axis = LAYOUTS[layout]
+    rng = random.Random(slack)
+    for _ in range(40):
+        buffer = RollingBuffer(shape, axis, np.float32, slack, fixed)
+        held = np.zeros((*shape[:axis], 0, *shape[axis + 1 :]), np.float32)
+        for step in range(8):
+            rows = min(rng.randint(1, C_ROWS), C - held.shape[axis])
+            new = numbered(shape, axis, rows, 1 + 100 * step, np.float32)
+            buffer.roll(new)
+            held = np.concatenate((held, new), axis)
+            count = rng.randint(0, min(3, held.shape[axis]))
+            buffer.rewind(count)
+            held = np.take(held, range(held.shape[axis] - count), axis)
+            there = np.take(buffer.window(), range(C - held.shape[axis], C), axis)
+            np.testing.assert_array_equal(there, held)
+
+
+@every_layout
+def test_with_fixed_addresses_every_roll_is_the_concatenation_and_nothing_moves(layout):
+    shape, axis = LAYOUTS[layout]
+    buffer, expected = RollingBuffer(shape, axis, np.float32, 5, fixed=True), np.zeros(shape, np.float32)
+    address = buffer.window().__array_interface__["data"]
+    for step in range(30):
+        new = numbered(shape, axis, 1 + step % C_ROWS, 1 + 100 * step, np.float32)
+        buffer.roll(new)
+        expected = roll(expected, new, axis)
+        np.testing.assert_array_equal(buffer.window(), expected)
+        assert buffer.window().__array_interface__["data"] == address
+    assert buffer.slack == 0
+
+
+@every_layout
+def test_a_rewind_within_what_was_rolled_since_the_last_copy_copies_nothing(layout):
+    shape, axis = LAYOUTS[layout]
+    buffer = RollingBuffer(shape, axis, np.float32, C)
+    for _ in range(C):
+        buffer.roll(numbered(shape, axis, 1, 1, np.float32))
+        buffer.rewind(1)
+        buffer.roll(numbered(shape, axis, 1, 1, np.float32))
+    buffer.rewind(C)
+    assert buffer.copied_bytes == 0
+
+
+@every_layout
+def test_several_tensors_in_one_buffer_roll_as_each_would_alone(layout):
+    shape, axis = LAYOUTS[layout]
+    together = RollingBuffer((3, *shape), axis + 1, np.float32, C_ROWS)
+    alone = [RollingBuffer(shape, axis, np.float32, C_ROWS) for _ in range(3)]
+    for step in range(20):
+        new = np.stack([numbered(shape, axis, C_ROWS, 1 + 1000 * i + 50 * step, np.float32) for i in range(3)])
+        together.roll(new, step % 3, 3 + step % 2)
+        for buffer, part in zip(alone, new, strict=True):
+            buffer.roll(part, step % 3, 3 + step % 2)
+        for window, buffer in zip(together.window(), alone, strict=True):
+            assert window.flags.c_contiguous
+            np.testing.assert_array_equal(window, buffer.window())
