@@ -124,6 +124,14 @@ def check_protect(protect: Any, how: str, on_limit: str, n: int | None = None) -
     return span
 
 
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences have in common from the start on."""
+    end = min(len(a), len(b))
+    if a[:end] == b[:end]:
+        return end
+    return next(i for i in range(end) if a[i] != b[i])
+
+
 def whole_number(name: str, value: Any) -> int:
     """An integer of Python or NumPy as int. Raises PromptError for anything else, a truth value too."""
     try:

@@ -104,29 +104,45 @@ def import_onnxruntime() -> Any:
 class OrtBackend:
     """ONNX Runtime on the CPU, inputs and outputs bound to NumPy memory.
 
-    Both graphs map the one weight file, whose pages the system shares. By default each also keeps its own packed copy
+    All graphs map the one weight file, whose pages the system shares. By default each also keeps its own packed copy
     of the weights, as ONNX Runtime does unless told otherwise; `low_memory` leaves the copies out and computes from
     the mapped file. What either costs is in docs/runtime.md.
     """
 
-    def __init__(self, bundle: Bundle, threads: int | None = None, low_memory: bool = False) -> None:
-        """Load every graph. Raises BackendError when ONNX Runtime refuses one, BundleError when it is not as listed."""
+    def __init__(
+        self,
+        bundle: Bundle,
+        threads: int | None = None,
+        low_memory: bool = False,
+        graphs: Sequence[GraphInfo] | None = None,
+    ) -> None:
+        """graphs: to load now, all by default; others are loaded when they are first used.
+
+        Raises BackendError when ONNX Runtime refuses one, BundleError when it is not as listed.
+        """
         if bundle.manifest.dtype == "float16":
             warnings.warn(
                 "this bundle is float16: the CPU computes it slowly, and not with an NPU's rounding", stacklevel=2
             )
-        threads = threads or available_threads()
-        self._engines = {
-            graph.file: _Engine(bundle, graph, threads, prepack=not low_memory) for graph in bundle.manifest.graphs
-        }
+        self._bundle, self._threads, self._prepack = bundle, threads or available_threads(), not low_memory
+        self._engines: dict[str, _Engine] = {}
+        self._loading = threading.Lock()
+        for graph in bundle.manifest.graphs if graphs is None else graphs:
+            self._engine(graph)
 
     def run(self, graph: GraphInfo, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """See Backend.run. Raises FeedError for a wrong feed, BackendError when ONNX Runtime fails."""
-        return self._engines[graph.file].run(feeds)
+        return self._engine(graph).run(feeds)
 
     def bind(self, graph: GraphInfo, arrays: Mapping[str, Array]) -> Binding:
         """See BindingBackend.bind. Raises FeedError for an array that does not fit."""
-        return self._engines[graph.file].bind(arrays)
+        return self._engine(graph).bind(arrays)
+
+    def _engine(self, graph: GraphInfo) -> _Engine:
+        with self._loading:
+            if graph.file not in self._engines:
+                self._engines[graph.file] = _Engine(self._bundle, graph, self._threads, self._prepack)
+            return self._engines[graph.file]
 
 
 class _Engine:

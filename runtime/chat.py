@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollkv.runtime.align import check_protect
+from rollkv.runtime.limits import DEFAULT_SINKS
 from rollkv.runtime.sampling import SamplingOptions, TokenLogprobs
 from rollkv.runtime.stop import StopText, check_stop
 from rollkv.runtime.template import TextError
@@ -74,7 +75,7 @@ class TokenSession(Protocol):
         keep_head: int | None = None,
         protect: tuple[int, int] | None = None,
         on_limit: str = "stop",
-        sinks: int = 4,
+        sinks: int = DEFAULT_SINKS,
     ) -> _Generation:
         """With `reuse`, ids are the whole sequence, and what of it went through already is not run again.
 

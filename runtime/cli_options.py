@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from rollkv.runtime.limits import ADDRESSES, DEFAULT_SINKS, ON_LIMIT
+
 
 class UsageError(ValueError):
     """A flag that is wrong, or wrong together with another."""
@@ -86,13 +88,16 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--on-limit",
-        choices=("stop", "roll", "sinks"),
+        choices=ON_LIMIT,
         default="stop",
         help="when the cache is full: end the answer (stop, default), forget the oldest tokens (roll), or the oldest "
         "after the first S (sinks)",
     )
     parser.add_argument(
-        "--sinks", metavar="S", type=number(1), help="first tokens that --on-limit sinks keeps (default 4)"
+        "--sinks",
+        metavar="S",
+        type=number(1),
+        help=f"first tokens that --on-limit sinks keeps (default {DEFAULT_SINKS})",
     )
     parser.add_argument(
         "--chunk-size", metavar="C", type=number(1), help="use only the prefill graph of C rows (default: all)"
@@ -113,7 +118,7 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--addresses",
-        choices=("moving", "fixed"),
+        choices=ADDRESSES,
         help="the cache's window moves through a larger buffer (moving, default), or stays where it is (fixed)",
     )
     parser.add_argument(
@@ -205,7 +210,7 @@ def generation_options(options: argparse.Namespace) -> dict[str, Any]:
         "keep_head": options.keep_head,
         "protect": options.protect,
         "on_limit": options.on_limit,
-        "sinks": 4 if options.sinks is None else options.sinks,
+        "sinks": DEFAULT_SINKS if options.sinks is None else options.sinks,
     }
 
 

@@ -39,7 +39,7 @@ def plan_runs(
         costs = {size: size + RUN_OVERHEAD for size in every}
     full = _full_covers(n, every, costs)  # [m]: cost of m tokens in full runs, and the first of them
     best, first = full[n][0], Run(0, 0)
-    for size in chunks:
+    for size in reversed(chunks):  # of equal covers the one whose padded run drops least
         if past + size > kv_len:
             continue
         for real in range(min(size - 1, n), 0, -1):

@@ -62,7 +62,7 @@ class Generation(Iterator[int]):
 
     Ends with `finish_reason` "stop" at an EOS id (which is not given out), or "length" at max_new_tokens, at the
     end of the cache under on_limit "stop", or at the model's last position. The last id was never fed back.
-    An exception ends it too, with "error". Raises PromptError when the session went on without it.
+    An exception ends it too, of on_token as well, with "error". Raises PromptError when the session went on without it.
 
     With a drafter several tokens may go through one run of a graph that gives the logits of every row: the last token
     and the drafted ones. Each row chooses its token as a decode step would, with the same sampler in the same order;
@@ -82,32 +82,33 @@ class Generation(Iterator[int]):
         self._session, self._admitted, self._options = session, admitted, options
         self._sampler = Sampler(options.sampling)
         self._at = session.position  # P when the next id is asked for
+        self._changes = session.sequence.changes
         self._max = DEFAULT_NEW_TOKENS if options.max_new_tokens is None else options.max_new_tokens
         self._eos = frozenset(session.manifest.eos_token_ids)
         self._found: deque[Picked] = deque()  # by a speculative run, not given out yet
 
     def __next__(self) -> int:
         token = None
-        if self.finish_reason is None:
-            try:
-                with self._session.lock:
+        with self._session.lock:
+            if self.finish_reason is None:
+                try:
                     token = self._next()
-            except BaseException:
-                self.finish_reason = "error"
-                raise
+                    if token is not None and self._options.on_token is not None:
+                        self._options.on_token(token)
+                except BaseException:
+                    self.finish_reason = "error"
+                    raise
         if token is None:
             raise StopIteration
-        if self._options.on_token is not None:
-            self._options.on_token(token)
         return token
 
     def _next(self) -> int | None:
         """The next id, or None when `finish_reason` is set."""
         session, policy = self._session, self._admitted.policy
-        if session.position != self._at:
+        if session.sequence.changes != self._changes:
             raise PromptError(
                 f"the session is at token {session.position}, this generation continues at {self._at}: "
-                "it was reset or took other tokens since; start a new generation"
+                "it was reset, went back or took other tokens since; start a new generation"
             )
         if len(self.generated) >= self._max or (self.generated and session.room(policy.on_limit) < 1):
             self.finish_reason = "length"
@@ -121,7 +122,7 @@ class Generation(Iterator[int]):
         else:
             self._found.append(self._pick(session.take(self._admitted), 0))
         picked = self._found.popleft()
-        self._at = session.position
+        self._at, self._changes = session.position, session.sequence.changes
         if picked.ends:
             self.finish_reason = "stop"
             return None
@@ -145,7 +146,8 @@ class Generation(Iterator[int]):
                 report.steps, report.tokens = report.steps + 1, report.tokens + 1
             return
         assert report is not None
-        graph, prompt = self._session.loaded.graphs_with_all_rows()[0], Prompt(last + drafted)
+        graph, prompt = self._session.loaded.verifier, Prompt(last + drafted)
+        assert graph is not None
         run = Run(graph.rows, graph.rows - len(prompt))
         found: list[Picked] = []
 
@@ -159,7 +161,6 @@ class Generation(Iterator[int]):
 
         sequence.step(sequence.arrays(graph), run, prompt, policy, accept=accept)
         self._found.extend(found)
-        sequence.ahead = len(found) - 1
         report.runs, report.run_seconds = report.runs + 1, report.run_seconds + time.perf_counter() - started
         report.drafted, report.accepted = report.drafted + len(drafted), report.accepted + len(found) - 1
         report.tokens += len(found)
@@ -169,11 +170,14 @@ class Generation(Iterator[int]):
         session, drafter = self._session, self._options.speculate
         assert drafter is not None
         m, past = session.manifest, session.position
-        rows = session.loaded.graphs_with_all_rows()[0].rows
+        assert session.loaded.verifier is not None
+        rows = session.loaded.verifier.rows
         count = min(rows - 1, self._max - len(self.generated) - 1, session.room(self._admitted.policy.on_limit) - 1)
         if count < 1 or past + rows > m.max_kvcache_len:
             return []
         drafted = drafter.propose([*session.sequence.tokens, self.generated[-1]], count)[:count]
+        if session.sequence.changes != self._changes:
+            raise PromptError("the drafter used the session that it drafts for; give it a session of its own")
         valid = next((i for i, token in enumerate(drafted) if not 0 <= token < m.vocab_size), len(drafted))
         return [int(token) for token in drafted[:valid]]
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from rollkv.runtime.align import LimitError
 from rollkv.runtime.cache import RollingBuffer
 from rollkv.runtime.manifest import SLOT_AXES, GraphInfo, Manifest, ValueInfo
-from rollkv.runtime.prefix import CachePart
 from rollkv.runtime.sinks import turn_keys
+from rollkv.runtime.snapshot import CachePart
 
 Array = NDArray[np.floating]
 
@@ -86,10 +86,10 @@ class KvCache:
 
     def reset(self) -> None:
         """All slots zero."""
-        for group in self.groups:
-            group.buffer.reset()
         self._first = [0] * len(self.groups)
         self._pinned = []
+        for group in self.groups:
+            group.buffer.reset()
 
     def roll(self, new: Sequence[Array], skip: int, stop: int, position: int) -> None:
         """Append rows skip .. stop - 1 of a run; new: an array of `Group.shape_of` for each. position: P after it."""
@@ -122,20 +122,18 @@ class KvCache:
             parts.append(CachePart(first, group.window, data.reshape(len(group.pasts), -1, *data.shape[1:])))
         return tuple(parts)
 
-    def load(self, parts: Sequence[CachePart]) -> None:
-        """Hold what `parts` gave. Raises LimitError when they are of another cache."""
+    def check(self, parts: Sequence[CachePart]) -> None:
+        """Raise LimitError when parts are of another cache."""
         fits = len(parts) == len(self.groups)
         for part, group in zip(parts, self.groups, strict=False):
-            shape, held = part.data.shape, group.buffer.blocks().shape
-            fits = fits and part.window == group.window and shape[0] * shape[1] == held[0] and shape[3] == held[2]
-            fits = (
-                fits
-                and shape[0] == len(group.pasts)
-                and shape[2] <= held[1]
-                and part.data.dtype == group.buffer.window().dtype
-            )
+            (tensors, blocks, count, unit), held = part.data.shape, group.buffer.blocks()
+            fits = fits and part.window == group.window and part.data.dtype == held.dtype and count <= held.shape[1]
+            fits = fits and (tensors, tensors * blocks, unit) == (len(group.pasts), held.shape[0], held.shape[2])
         if not fits:
             raise LimitError("the saved tokens belong to a cache of other sizes")
+
+    def load(self, parts: Sequence[CachePart]) -> None:
+        """Hold what `parts` gave, which `check` has passed."""
         self.reset()
         for index, (part, group) in enumerate(zip(parts, self.groups, strict=True)):
             group.buffer.load(part.data.reshape(-1, *part.data.shape[2:]))
@@ -160,11 +158,14 @@ class KvCache:
         held is there again.
         """
         overwritten = []
-        for pinned, group in zip(self._pinned, (g for g in self.groups if g.window is None), strict=True):
-            slots = _slots(group, rows, rows + pinned.shape[group.axis + 1])
-            overwritten.append((slots, slots.copy()))
-            slots[...] = self._turned(group, pinned, delta)
         try:
+            for pinned, group in zip(self._pinned, (g for g in self.groups if g.window is None), strict=True):
+                slots, turned = (
+                    _slots(group, rows, rows + pinned.shape[group.axis + 1]),
+                    self._turned(group, pinned, delta),
+                )
+                overwritten.append((slots, slots.copy()))
+                slots[...] = turned
             yield
         except BaseException:
             for slots, before in overwritten:

@@ -6,15 +6,17 @@ Has nothing of a sequence: tokens and caches are a `Session`'s. Threads may shar
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from rollkv.runtime.align import PromptError, whole_number
 from rollkv.runtime.backend import Array, Backend, Binding, CopyingBinding, OrtBackend
 from rollkv.runtime.bundle import Bundle, GraphInfo, Manifest, open_bundle
 from rollkv.runtime.embedding import EmbeddingTable
@@ -31,19 +33,24 @@ class LoadedBundle:
         threads: int | None = None,
         low_memory: bool = False,
         costs: Mapping[int, float] | None = None,
+        chunk_sizes: Sequence[int] | None = None,
     ) -> None:
         """bundle: the folder, or one that is open. backend: what runs the graphs, by default ONNX Runtime.
 
         costs: rows of a graph -> what a run of it costs, in any unit; by them prompts are divided among chunk sizes.
-        Raises BundleError when the folder does not hold a bundle.
+        chunk_sizes: prefill graphs to load at once; the engine loads others when they are first used. None: all.
+        Raises BundleError when the folder does not hold a bundle, PromptError for costs that do not fit the graphs.
         """
         self.bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
-        self.backend: Backend = backend or OrtBackend(self.bundle, threads, low_memory)
         m = self.bundle.manifest
         graphs = sorted((graph for graph in m.graphs if graph.role == "prefill"), key=lambda graph: graph.rows)
         self.prefill: dict[int, GraphInfo] = {graph.rows: graph for graph in graphs}
         self.decode: GraphInfo = next(graph for graph in m.graphs if graph.role == "decode")
-        self.costs = dict(costs or {})
+        self.costs = {} if costs is None else self._read_costs(costs)
+        if backend is None:
+            graphs = [graph for graph in graphs if chunk_sizes is None or graph.rows in chunk_sizes]
+            backend = OrtBackend(self.bundle, threads, low_memory, [*graphs, self.decode])
+        self.backend: Backend = backend
         roles = {value.role for value in self.decode.inputs}
         self.tables = {
             role: EmbeddingTable(self.bundle.path / table.file, table)
@@ -62,24 +69,38 @@ class LoadedBundle:
         """Of the manifest, which holds the hashes of all other files: what a cache that was saved belongs to."""
         return hashlib.sha256(self.manifest.to_json().encode()).hexdigest()
 
-    def graphs_with_all_rows(self) -> list[GraphInfo]:
-        """Prefill graphs of two and more rows that give the logits of every row, the smallest first."""
-        return [graph for rows, graph in self.prefill.items() if graph.head == "all" and rows > 1]
+    @cached_property
+    def verifier(self) -> GraphInfo | None:
+        """The smallest prefill graph of two and more rows that gives the logits of every row."""
+        graphs = (graph for rows, graph in self.prefill.items() if graph.head == "all" and rows > 1)
+        return next(graphs, None)
 
-    def bind(self, graph: GraphInfo, arrays: Mapping[str, Array], backend: Backend | None = None) -> Binding:
+    def bind(self, graph: GraphInfo, arrays: Mapping[str, Array]) -> Binding:
         """A graph with the arrays of a session, every input and output by name."""
-        backend = backend or self.backend
-        bind = getattr(backend, "bind", None)
+        bind = getattr(self.backend, "bind", None)
         if bind is None:
-            return CopyingBinding(backend, graph, arrays, self._running)
+            return CopyingBinding(self.backend, graph, arrays, self._running)
         binding: Binding = bind(graph, arrays)
         return binding
+
+    def _read_costs(self, costs: Mapping[int, float]) -> dict[int, float]:
+        sizes = sorted({1, *self.prefill})
+        allowed = f"a positive number for each of {', '.join(map(str, sizes))}, the rows of the graphs"
+        try:
+            read = {size: float(costs[size]) for size in sizes}
+        except (LookupError, TypeError, ValueError):
+            raise PromptError(f"costs is {str(costs)[:80]}, allowed: {allowed}") from None
+        if not all(math.isfinite(cost) and cost > 0 for cost in read.values()):
+            raise PromptError(f"costs is {str(costs)[:80]}, allowed: {allowed}")
+        return read
 
     def measure(self, repeats: int = 3) -> dict[int, float]:
         """Time every graph and set `costs`: rows -> seconds, the median of `repeats` runs after one to warm up.
 
-        Every slot is visible, as at the end of a full cache.
+        Every slot is visible, as at the end of a full cache. Raises PromptError for fewer than one repeat.
         """
+        if whole_number("repeats", repeats) < 1:
+            raise PromptError(f"repeats is {repeats}, must be at least 1")
         costs = {}
         for graph in (self.decode, *self.prefill.values()):
             arrays = {value.name: np.zeros(value.shape, value.dtype) for value in (*graph.inputs, *graph.outputs)}

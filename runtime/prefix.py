@@ -1,6 +1,4 @@
-"""What a session knows after some tokens: as a value, as a file, and as a store of several in memory.
-
-Knows no graph and no session: a session makes a `Snapshot` of its cache, and takes one over.
+"""A snapshot of a session as a file.
 
 A file holds, little-endian: 8 bytes `MAGIC`, the format (uint32), the length of the header (uint32), the header's
 sha256 (32 bytes), the header, zeros up to a multiple of 64 bytes, and then the data: the parts in turn, in C order,
@@ -13,24 +11,22 @@ keys. The numbers are read as numbers: nothing in a file is ever run.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
-import operator
 import os
 import reprlib
 import secrets
 import stat
 import struct
-import threading
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rollkv.runtime.snapshot import CachePart, Snapshot
 
 MAGIC = b"RKPREFIX"
 FORMAT = 1
@@ -39,53 +35,12 @@ _ALIGN = 64  # bytes
 _HEADER_MAX = 64 << 20  # bytes: some 6 million tokens
 _STORED = {"float32": "<f4", "float16": "<f2"}  # dtype of a part -> how its numbers lie in the file
 _INT_MAX = 2**31 - 1
-_TOKEN_BYTES = 40  # of an id in a tuple: a pointer and a Python integer
 
 
 class PrefixError(ValueError):
     """A saved prefix that is missing, damaged, or of another bundle; or one that cannot be saved as asked."""
 
     exit_code = 2
-
-
-@dataclass(frozen=True, eq=False)
-class CachePart:
-    """Cached tensors of one shape: what `tensors` keys or values hold of the last `count` tokens, oldest first.
-
-    A tensor's slots lie along the third axis, its numbers of one slot are spread over `blocks` runs of `unit`.
-    """
-
-    first: int  # position of the oldest token that it holds
-    window: int | None  # W of its layers; None: they see every token
-    data: NDArray[Any]  # (tensors, blocks, count, unit), float32 or float16
-
-
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """A session after `tokens`. It owns its arrays: nobody writes into them."""
-
-    bundle: str  # sha256 (hex) of the manifest's JSON
-    tokens: tuple[int, ...]  # ids; -1: came as an embedding
-    known: int  # leading tokens that came by id alone: only these can be matched by id
-    offsets: tuple[tuple[int, int], ...]  # (token count, rotary position - token count) wherever that changes
-    parts: tuple[CachePart, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that it takes: the data's, and about those of the tokens."""
-        return sum(part.data.nbytes for part in self.parts) + _TOKEN_BYTES * len(self.tokens)
-
-    def usable(self, position: int) -> bool:
-        """Whether a session that takes it over can be rewound to `position` tokens.
-
-        The next query, at `position`, sees every token in a layer without a window, and in one with a window W the
-        W - 1 tokens before it: all of them must be there.
-        """
-        if not 0 < position <= len(self.tokens):
-            return False
-        return all(
-            part.first <= (0 if part.window is None else max(0, position - (part.window - 1))) for part in self.parts
-        )
 
 
 def save_prefix(path: str | Path, snapshot: Snapshot) -> None:
@@ -119,7 +74,7 @@ def load_prefix(path: str | Path, bundle: str) -> Snapshot:
     """Read a file of `save_prefix`: all of it is checked, and the data stays on the disk, mapped read-only.
 
     bundle: sha256 (hex) of the manifest that the snapshot must belong to. Raises PrefixError: no such file, not one of
-    these, a newer format, cut off, changed, or of another bundle.
+    these, a newer format, cut off, changed, or of another bundle; OSError when the disk fails.
     """
     name = str(path)
     raw = _map(path, name)
@@ -152,89 +107,6 @@ def load_prefix(path: str | Path, bundle: str) -> Snapshot:
         raise PrefixError(f"{name}: its data is not what its sha256 says: changed or damaged; save it again")
     offsets = tuple((count, shift) for count, shift in header["offsets"])
     return Snapshot(bundle, tuple(tokens), header["known"], offsets, tuple(parts))
-
-
-class PrefixStore:
-    """Snapshots in memory, at most `max_bytes` of them; the one that was not used for longest goes first.
-
-    Any thread may use it. Nothing is copied: what `find` gives is what `add` took.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        """max_bytes: bound of the sum of `Snapshot.nbytes`. Raises PrefixError unless it is a number from 0."""
-        try:
-            self.max_bytes = operator.index(max_bytes)
-        except TypeError:
-            self.max_bytes = -1
-        if self.max_bytes < 0:
-            raise PrefixError(f"max_bytes is {max_bytes!r}, allowed: whole numbers from 0 (bytes)")
-        self._lock = threading.Lock()
-        self._bytes = 0
-        # by bundle and tokens, the least recently used first; with the tokens that can be matched, (known,)
-        self._entries: OrderedDict[tuple[str, tuple[int, ...]], tuple[Snapshot, NDArray[np.int64]]] = OrderedDict()
-
-    def __len__(self) -> int:
-        with self._lock:
-            return len(self._entries)
-
-    @property
-    def nbytes(self) -> int:
-        """Sum of `Snapshot.nbytes` of what is stored."""
-        with self._lock:
-            return self._bytes
-
-    def add(self, snapshot: Snapshot) -> bool:
-        """Store a snapshot, in place of one of the same bundle and tokens; others go until it fits.
-
-        False, and nothing changes: it is larger than `max_bytes`, or none of its tokens can be matched by id. One
-        whose tokens begin another's stays beside that: it may be usable where the longer one is not.
-        """
-        nbytes = snapshot.nbytes
-        if nbytes > self.max_bytes or snapshot.known < 1:
-            return False
-        key = snapshot.bundle, snapshot.tokens
-        ids = np.array(snapshot.tokens[: snapshot.known], np.int64)
-        with self._lock:
-            if key in self._entries:
-                self._bytes -= self._entries.pop(key)[0].nbytes
-            while self._bytes + nbytes > self.max_bytes:
-                self._bytes -= self._entries.popitem(last=False)[1][0].nbytes
-            self._entries[key] = snapshot, ids
-            self._bytes += nbytes
-        return True
-
-    def find(self, ids: Sequence[int], bundle: str) -> tuple[Snapshot, int] | None:
-        """The snapshot of `bundle` that shares most leading tokens with ids, and how many; None: none shares any.
-
-        It is usable at that count, which is at least 1, and at most its `known` and len(ids): who needs logits must
-        leave the last id out. Of equal ones the smallest. It counts as used.
-        """
-        asked = np.asarray(ids, np.int64)
-        best: tuple[int, int] | None = None  # kept, - nbytes
-        found = None
-        with self._lock:
-            for key, (snapshot, stored) in self._entries.items():
-                kept = _common(asked, stored) if key[0] == bundle else 0
-                rank = kept, -snapshot.nbytes
-                if kept and (best is None or rank > best) and snapshot.usable(kept):
-                    best, found = rank, key
-            if best is None or found is None:
-                return None
-            self._entries.move_to_end(found)
-            return self._entries[found][0], best[0]
-
-    def clear(self) -> None:
-        """Forget every snapshot."""
-        with self._lock:
-            self._entries.clear()
-            self._bytes = 0
-
-
-def _common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
-    """How many leading numbers of a (n,) and b (m,) are equal."""
-    n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
-    return int(differ.argmax()) if differ.any() else n
 
 
 def _aligned(offset: int) -> int:
@@ -289,6 +161,8 @@ def _map(path: str | Path, name: str) -> NDArray[np.uint8]:
     except FileNotFoundError:
         raise PrefixError(f"{name}: no such file; give one that a session saved") from None
     except OSError as error:
+        if error.errno == errno.EIO:  # the disk, and not the name
+            raise
         raise PrefixError(f"{name}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         if isinstance(error, PrefixError):

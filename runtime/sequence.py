@@ -19,10 +19,10 @@ from rollkv.runtime.feeds import GraphArrays
 from rollkv.runtime.kv import KvCache
 from rollkv.runtime.loaded import LoadedBundle
 from rollkv.runtime.manifest import GraphInfo
-from rollkv.runtime.prefix import Snapshot
 from rollkv.runtime.prompt import Prompt
 from rollkv.runtime.sampling import NonFiniteLogits
 from rollkv.runtime.sinks import pinned_delta
+from rollkv.runtime.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,11 @@ class TokenSequence:
         self.cache = KvCache(loaded.manifest, loaded.decode, max(loaded.prefill), slack, fixed)
         self.decode = GraphArrays(loaded, loaded.decode, self.cache)
         self._prefill: dict[int, GraphArrays] = {}  # by rows, made when first used
+        self.changes = 0  # how often the tokens were changed: who finds another number has missed something
         self._clear()
 
     def _clear(self) -> None:
+        self.changes += 1
         self.tokens: list[int] = []
         self.known = 0  # leading tokens that came by id alone: no others can be matched by id
         self.ahead = 0  # of the tokens, those that a speculating generation has not given out yet
@@ -83,14 +85,15 @@ class TokenSequence:
 
     def reset(self) -> None:
         """No token; every slot is zero."""
+        self._clear()  # first: whatever stops the rest, no token is left that the cache does not hold
         self.cache.reset()
-        self._clear()
 
     def rewind(self, position: int) -> None:
         """Go back to the first `position` tokens, which the cache allows."""
         if position == 0:
             self.reset()
             return
+        self.changes += 1
         try:
             self.cache.rewind(len(self.tokens) - position)
             del self.tokens[position:]
@@ -104,7 +107,9 @@ class TokenSequence:
     def settle(self) -> None:
         """Take back the tokens of a generation that ran ahead of what it gave out."""
         if self.ahead:
+            changes = self.changes
             self.rewind(self.position)
+            self.changes = changes  # the tokens that were given out are the same
 
     def step(
         self,
@@ -118,7 +123,7 @@ class TokenSequence:
         """One run of one graph and the roll after it. The logits are in `arrays` until its next run.
 
         ends: rotary position after each token; by default they count on. accept: is given the logits of every row and
-        says how many of the run's tokens stay, at least one; all by default.
+        says how many of the run's tokens stay, at least one, of which all but the first are `ahead`; all by default.
         Raises NonFiniteLogits, and what the backend raises; the run leaves no trace then.
         """
         past = self.position
@@ -131,7 +136,9 @@ class TokenSequence:
                 raise NonFiniteLogits(message)
         count = len(prompt) if accept is None else accept(arrays.row_logits)
         try:
+            self.changes += 1
             self.cache.roll(arrays.new, run.pads, run.pads + count, past + count)
+            self.ahead = 0 if accept is None else count - 1
             if prompt.embeds is None and prompt.positions is None and self.known == past:
                 self.known += count
             self.tokens += prompt.ids[:count]
@@ -162,10 +169,15 @@ class TokenSequence:
         """Become what a snapshot was. Raises LimitError when it is of another bundle or cache."""
         if snapshot.bundle != self.loaded.sha256:
             raise LimitError("the saved tokens belong to another bundle")
-        self.cache.load(snapshot.parts)
+        self.cache.check(snapshot.parts)
         self._clear()
-        self.tokens, self.known = list(snapshot.tokens), snapshot.known
-        self._offsets = list(snapshot.offsets)
+        try:
+            self.cache.load(snapshot.parts)
+            self.tokens, self.known = list(snapshot.tokens), snapshot.known
+            self._offsets = list(snapshot.offsets)
+        except BaseException:  # Ctrl-C between two groups of the cache
+            self.reset()
+            raise
 
     @contextlib.contextmanager
     def _pinned(self, run: Run, policy: Policy) -> Iterator[None]:

@@ -11,32 +11,28 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rollkv.runtime.align import LimitError, PromptError, check_protect, kept_ranges, whole_number
+from rollkv.runtime.align import LimitError, PromptError, check_protect, common_length, kept_ranges, whole_number
 from rollkv.runtime.backend import Array, Backend
 from rollkv.runtime.bundle import Bundle, GraphInfo, Manifest
 from rollkv.runtime.cover import Run, plan_runs
 from rollkv.runtime.generation import DEFAULT_NEW_TOKENS, Generation, GenerationOptions
+from rollkv.runtime.limits import ADDRESSES, DEFAULT_SINKS, ON_LIMIT
 from rollkv.runtime.loaded import LoadedBundle
-from rollkv.runtime.prefix import PrefixStore, Snapshot, load_prefix, save_prefix
+from rollkv.runtime.prefix import load_prefix, save_prefix
+from rollkv.runtime.prefix_store import PrefixStore
 from rollkv.runtime.prompt import Prompt, read_prompt
 from rollkv.runtime.sampling import SamplingOptions
 from rollkv.runtime.sequence import Admitted, Policy, TokenSequence
+from rollkv.runtime.snapshot import Snapshot
+from rollkv.runtime.speculation import Drafter, DraftModel
 
-if TYPE_CHECKING:
-    from rollkv.runtime.speculation import Drafter
-
-ON_LIMIT = ("stop", "roll", "sinks")
-ADDRESSES = ("moving", "fixed")
-DEFAULT_SINKS = 4  # StreamingLLM, arXiv 2309.17453, section 3.2
-
-__all__ = ["ADDRESSES", "DEFAULT_NEW_TOKENS", "DEFAULT_SINKS", "ON_LIMIT", "Generation", "LimitError", "Session"]
+__all__ = ["DEFAULT_NEW_TOKENS", "Generation", "LimitError", "Session"]
 
 
 class Session:
@@ -70,7 +66,9 @@ class Session:
                 raise PromptError("backend, threads and low_memory belong to the LoadedBundle that is given")
             self.loaded = bundle
         else:
-            self.loaded = LoadedBundle(bundle, backend=backend, threads=threads, low_memory=low_memory)
+            self.loaded = LoadedBundle(
+                bundle, backend=backend, threads=threads, low_memory=low_memory, chunk_sizes=_sizes(chunk_sizes)
+            )
         if addresses not in ADDRESSES:
             raise PromptError(f"addresses {addresses!r} is unknown; allowed: {', '.join(ADDRESSES)}")
         if slack is not None and whole_number("slack", slack) < 1:
@@ -104,7 +102,8 @@ class Session:
     @property
     def position(self) -> int:
         """P, the number of those tokens: the position of the next one, which masks go by."""
-        return self.sequence.position
+        with self.lock:
+            return self.sequence.position
 
     def reset(self) -> None:
         """Forget every token; every slot of the cache is zero."""
@@ -223,11 +222,8 @@ class Session:
             on_token=on_token,
             ignore_eos=ignore_eos,
         )
-        if speculate is not None and not self.loaded.graphs_with_all_rows():
-            raise PromptError(
-                "this bundle has no graph that gives the logits of every row, which speculation needs; export it with "
-                "--speculate 8"
-            )
+        if speculate is not None:
+            self._check_drafter(speculate)
         with self.lock:
             prompt = read_prompt(self.manifest, ids, embeds, positions)
             admitted = self._admit(prompt, truncate, keep_head, protect, self._read_policy(on_limit, sinks), reuse)
@@ -235,8 +231,14 @@ class Session:
 
     def room(self, on_limit: str = "stop") -> int:
         """How many more tokens can be taken: until C for "stop", until the model's last position for the others too."""
-        positions = self.manifest.max_position - self.sequence.rotary_at(self.position)
-        return min(self.manifest.max_kvcache_len - self.position, positions) if on_limit == "stop" else positions
+        with self.lock:
+            policy = self._read_policy(on_limit, 1)
+            positions = self.manifest.max_position - self.sequence.rotary_at(self.position)
+            return (
+                min(self.manifest.max_kvcache_len - self.position, positions)
+                if policy.on_limit == "stop"
+                else positions
+            )
 
     # Saved states
 
@@ -256,10 +258,24 @@ class Session:
         save_prefix(path, self.snapshot())
 
     def load_prefix(self, path: str | Path) -> None:
-        """Go to the state that `save` wrote. Raises PrefixError for a damaged file or one of another bundle."""
+        """Go to the state that `save` wrote. Raises PrefixError for a damaged file or one of another bundle.
+
+        Raises LimitError when its sizes are not those of this bundle's cache.
+        """
         self.restore(load_prefix(path, self.loaded.sha256))
 
     # How a prompt is admitted
+
+    def _check_drafter(self, drafter: Drafter) -> None:
+        if self.loaded.verifier is None:
+            raise PromptError(
+                "this bundle has no graph that gives the logits of every row, which speculation needs; export it with "
+                "--speculate 8"
+            )
+        if not callable(getattr(drafter, "propose", None)):
+            raise PromptError(f"speculate is {drafter!r}, allowed: a drafter, such as PromptLookup()")
+        if isinstance(drafter, DraftModel):
+            drafter.check(self.manifest)
 
     def _read_policy(self, on_limit: str, sinks: int) -> Policy:
         if on_limit not in ON_LIMIT:
@@ -323,7 +339,7 @@ class Session:
         ids, most = prompt.ids, len(prompt) - 1  # the last one runs in any case: its logits are wanted
         there = self.sequence.tokens
         end = min(self.sequence.known, self.position, most)
-        same = end if there[:end] == ids[:end] else next(i for i in range(end) if there[i] != ids[i])
+        same = common_length(there[:end], ids[:end])
         if same < self.position and not self.sequence.cache.can_rewind(same):
             same = 0
         if self._prefixes is not None:
@@ -333,7 +349,7 @@ class Session:
         return same, None
 
     def take(self, admitted: Admitted) -> Array:
-        """Run every token; the last logits, in the session's memory until the next run."""
+        """Run every token; the last logits, in the session's memory until the next run. The caller has the lock."""
         sequence, prompt, policy = self.sequence, admitted.prompt, admitted.policy
         sequence.settle()
         if admitted.snapshot is not None:
@@ -363,13 +379,22 @@ class Session:
             return arrays.feeds()
 
 
+def _sizes(sizes: Sequence[int] | None) -> list[int] | None:
+    """Chunk sizes that were asked for, as whole numbers."""
+    if sizes is None:
+        return None
+    if isinstance(sizes, str | bytes) or not isinstance(sizes, Iterable):
+        raise PromptError(f"chunk_sizes is {sizes!r}, allowed: several whole numbers, such as [128]")
+    return [whole_number("chunk size", size) for size in sizes]
+
+
 def _chosen(loaded: LoadedBundle, sizes: Sequence[int] | None) -> list[int]:
     """Rows of the prefill graphs to use, ascending."""
-    there = list(loaded.prefill)
+    there, sizes = list(loaded.prefill), _sizes(sizes)
     if sizes is None:
         return there
     for size in sizes:
-        if whole_number("chunk size", size) not in there:
+        if size not in there:
             raise PromptError(f"chunk size {size} is not in this bundle; it has {', '.join(map(str, there))}")
     if not sizes:
         raise PromptError(f"no chunk size is given; this bundle has {', '.join(map(str, there))}")

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollkv.runtime.align import LimitError, PromptError
+from rollkv.runtime.align import LimitError, PromptError, common_length
 from rollkv.runtime.manifest import Manifest
 
 _TAIL = 32  # tokens that must be as before for the sequence to count as the same one, grown
@@ -81,7 +81,7 @@ class PromptLookup:
         known = len(self._tokens)
         tail = max(0, known - _TAIL)
         if len(tokens) < known or list(tokens[tail:known]) != self._tokens[tail:]:
-            known = _common(tokens, self._tokens)
+            known = common_length(list(tokens), self._tokens)
             while len(self._before) >= max(known, 1):
                 for gram, at in self._before.pop():
                     if at is None:
@@ -173,10 +173,10 @@ class DraftModel:
             return []
         # Not `prefill(reuse=True)`, which holds the whole sequence to L: a sequence grows beyond it, up to C.
         there, end = session.tokens, len(tokens) - 1
-        same = next((i for i, token in enumerate(there[:end]) if token != tokens[i]), min(len(there), end))
+        same = common_length(there[:end], list(tokens[:end]))
         try:
             session.rewind(same)
-        except LimitError:
+        except (LimitError, PromptError):  # what it forgot, or that another thread changed
             session.reset()
             same = 0
         try:
@@ -237,8 +237,3 @@ class SpeculationReport:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens of two sequences are equal."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -9,7 +9,8 @@ import struct
 import numpy as np
 import pytest
 
-from rollkv.runtime.prefix import CachePart, PrefixError, Snapshot, load_prefix, save_prefix
+from rollkv.runtime.prefix import PrefixError, load_prefix, save_prefix
+from rollkv.runtime.snapshot import CachePart, Snapshot
 
 BUNDLE, OTHER = "ab" * 32, "cd" * 32
 

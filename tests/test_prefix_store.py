@@ -6,7 +6,9 @@ import threading
 import numpy as np
 import pytest
 
-from rollkv.runtime.prefix import CachePart, PrefixError, PrefixStore, Snapshot
+from rollkv.runtime.prefix import PrefixError
+from rollkv.runtime.prefix_store import PrefixStore
+from rollkv.runtime.snapshot import CachePart, Snapshot
 
 
 def snap(tokens, *, bundle="b", known=None, first=0, window=None, unit=4):

@@ -1,0 +1,5 @@
+"""Names of what a session can be told, for the command line too: importing them costs nothing."""
+
+ON_LIMIT = ("stop", "roll", "sinks")
+ADDRESSES = ("moving", "fixed")
+DEFAULT_SINKS = 4  # StreamingLLM, arXiv 2309.17453, section 3.2
