@@ -58,7 +58,7 @@ verify: setup ## prove a bundle against transformers [BUNDLE=folder REFERENCE=mo
 test: setup ## run the test suite
 	$(RUN) pytest -q -n 2 --dist loadfile
 
-test-properties: setup ## hold 2,550 random sessions against the NumPy reference (about 5 minutes)
+test-properties: setup ## hold 3,600 random sessions against the NumPy reference (about 2 minutes)
 	HYPOTHESIS_PROFILE=nightly $(RUN) pytest -q tests/test_properties.py
 
 test-real: setup ## run the tests on SmolLM2-135M and Qwen2.5-Coder-0.5B (downloads 570 MB, takes about 20 minutes)

@@ -2,11 +2,10 @@
 
 The expectation is `toy_reference.py`: the tokens, and the ends of the runs that took them, are read from what the
 backend was fed. Every feed is held to the contract, and every refusal must come exactly when the contract says so.
-`make test` takes 210 examples, always the same; `make test-properties` takes thousands of others.
+`make test` takes 360 examples, always the same; `make test-properties` takes thousands of others.
 """
 
 import os
-import random
 import tempfile
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from random_cases import Case, cases, tokens_of
 from toy_model import V, close, toy_bundle, whole_pass
 from toy_reference import Record, pads_of
 from watched_runs import Watching, check_run
@@ -25,100 +24,11 @@ from rollkv.runtime.session import Session
 from rollkv.runtime.speculation import PromptLookup
 
 COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
-settings.register_profile("suite", max_examples=70, derandomize=True, database=None, **COMMON)
-settings.register_profile("nightly", max_examples=850, **COMMON)  # for each of three policies
+settings.register_profile("suite", max_examples=60, derandomize=True, database=None, **COMMON)
+settings.register_profile("nightly", max_examples=600, **COMMON)
 PROFILE = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE") or "suite")
 
 BOUNDS = {"float32": 1e-4, "float16": 3e-2}  # relative to the largest logit
-
-
-# What is drawn
-
-
-@dataclass
-class Case:
-    """One bundle, one way to open it, and what is done to the session."""
-
-    bundle: dict[str, Any]
-    session: dict[str, Any]
-    costs: dict[int, float] | None
-    policy: str
-    sinks: int
-    operations: list[tuple[Any, ...]]
-
-
-def numbers(low: int, high: int) -> st.SearchStrategy[int]:
-    return st.integers(low, max(low, high))
-
-
-@st.composite
-def cases(draw: st.DrawFn, policy: str) -> Case:
-    C = draw(st.one_of(numbers(4, 24), numbers(12, 24)))
-    rows = st.one_of(numbers(1, min(8, C)), st.just(C))
-    sizes = draw(st.lists(rows, min_size=1, max_size=3, unique=True))
-    speculate = draw(st.one_of(st.none(), numbers(2, min(6, C)), numbers(2, 4)))
-    largest = max(*sizes, speculate or 1)
-    window = draw(st.none() | numbers(1, C))
-    most = draw(st.sampled_from([512, 512, C + 6, C]))
-    addresses = draw(st.sampled_from(["moving", "fixed"]))
-    costs = draw(st.none() | st.lists(st.floats(0.1, 10), min_size=5, max_size=5))
-    subset = speculate is None and draw(st.booleans())
-    return Case(
-        bundle={
-            "C": C,
-            "c": tuple(sizes),
-            "L": draw(st.sampled_from([C, C, max(1, C - 3)])),
-            "speculate": speculate,
-            "window": window,
-            "full": window is None or draw(st.booleans()),
-            "layout": draw(st.sampled_from(["bskd", "bksd", "bksd-kt"])),
-            "ids": draw(st.sampled_from(["int32", "int64"])),
-            "dtype": draw(st.sampled_from(["float32", "float32", "float16"])),
-            "most": most,
-        },
-        session={
-            "addresses": addresses,
-            "slack": draw(st.none() | numbers(largest, C + 3)) if addresses == "moving" else None,
-            "chunk_sizes": draw(st.lists(st.sampled_from(sizes), min_size=1, unique=True)) if subset else None,
-        },
-        costs=costs and dict(zip(sorted({1, *sizes, speculate or 1}), costs, strict=False)),
-        policy=policy,
-        sinks=draw(numbers(1, min(6, C - 1))) if policy == "sinks" else 0,
-        operations=draw(
-            st.tuples(st.just("prefill"), numbers(1, C), st.integers(0, 999), st.just(True)).map(lambda x: [x])
-        )
-        + draw(st.lists(operations(C), min_size=3, max_size=12)),
-    )
-
-
-def operations(C: int) -> st.SearchStrategy[tuple[Any, ...]]:
-    """A name, what it needs, and last whether the limit policy is the case's own (else "stop")."""
-    own = st.sampled_from([True, True, True, False])
-    seed = st.integers(0, 999)
-    # New tokens: a number, or how many more (or fewer) than there is room for.
-    count = st.one_of(numbers(1, 9), numbers(1, 2 * C), st.sampled_from(["full", "over", "but one"]))
-    share = st.sampled_from([0.0, 0.3, 0.5, 0.8, 0.9, 1.0])
-    drafter = st.sampled_from([None, "lookup", "right", "wrong later"])
-    often = [
-        st.tuples(st.just("prefill"), count, seed, own),
-        st.tuples(st.just("decode"), seed, own),
-        st.tuples(st.just("reuse"), share, count, seed, own),
-        st.tuples(st.just("rewind"), st.one_of(numbers(0, 3), numbers(0, 24)), own),
-        st.tuples(st.just("generate"), count, seed, numbers(1, 6), drafter, own),
-    ]
-    seldom = [
-        st.tuples(st.just("reset"), own),
-        st.tuples(st.just("snapshot"), own),
-        st.tuples(st.just("restore"), numbers(0, 5), own),
-        st.tuples(st.just("save"), own),
-        st.tuples(st.just("load"), numbers(0, 5), own),
-    ]
-    return st.one_of(*often, *often, *seldom)
-
-
-def tokens_of(n: int, seed: int) -> list[int]:
-    """Few different ones, so that prompts repeat themselves and each other."""
-    return random.Random(seed).choices(range(V if seed % 2 else 3), k=n)
 
 
 # What is checked
@@ -201,8 +111,17 @@ class Driver:
         return {"on_limit": self.policy, **({"sinks": self.case.sinks} if self.policy == "sinks" else {})}
 
     def new(self, count: int | str, seed: int) -> list[int]:
-        named = {"full": 0, "over": 1, "but one": -1}
+        rows = self.case.bundle["speculate"] or self.m.chunk_size
+        named = {"full": 0, "over": 1, "but one": -1, "run": -rows, "run over": 1 - rows}
         return tokens_of(max(1, self.C - self.past + named[count] if isinstance(count, str) else count), seed)
+
+    def before(self, back: int | str) -> int:
+        """The position that is so far back."""
+        layer = self.m.layers[1]
+        if isinstance(back, str):
+            spare = 1 if layer.window is None else layer.kv_len - (layer.window - 1) - (self.held.high - self.past)
+            back = spare + (back == "too far")
+        return min(self.past, max(0, self.past - back))
 
     def refused(self, given: int, new: int, past: int) -> tuple[bool, tuple[type[Exception], ...]]:
         """Whether a prompt may run, and by which errors it may be refused. given: n; new: those that would run."""
@@ -247,7 +166,7 @@ class Driver:
             self.held.record.take(feeds, self.case.sinks if self.policy == "sinks" else 0)
             self.held.high = max(self.held.high, len(self.held.record.tokens))
             if self.policy == "stop":
-                assert self.held.high <= self.C
+                assert self.past <= self.C
         if speculative:
             assert self.session.tokens == self.held.record.tokens[: self.session.position]
             self.held.record.rewind(self.session.position)
@@ -268,9 +187,9 @@ class Driver:
             assert self.held.record.tokens[past:] == ids
             self.compare(logits)
 
-    def reuse(self, share: float, count: int | str, seed: int) -> None:
+    def reuse(self, back: int | str, count: int | str, seed: int) -> None:
         """The whole sequence: a part of what is held, and then others."""
-        ids = self.held.record.tokens[: round(share * self.past)]
+        ids = self.held.record.tokens[: self.before(back)]
         ids += self.new(count, seed)[: 2 * self.C]
         common = next((i for i, (a, b) in enumerate(zip(ids, self.held.record.tokens, strict=False)) if a != b), None)
         common = min(len(ids) - 1, self.past) if common is None else common  # one must run: for its logits
@@ -294,8 +213,8 @@ class Driver:
             assert [graph.rows for graph, _ in self.backend.runs] == [1]
             self.compare(logits)
 
-    def rewind(self, back: int) -> None:
-        position = max(0, self.past - back)
+    def rewind(self, back: int | str) -> None:
+        position = self.before(back)
         low, high = (self.held.may_rewind(self.bundle, position, far) for far in (self.held.low, self.held.high))
         errors = () if high else (LimitError,)
         done = self.call(low or position == 0, errors, lambda: [self.session.rewind(position)])
@@ -364,12 +283,21 @@ class Driver:
             assert logits[token] >= logits.max() - near
 
 
-@pytest.mark.parametrize("policy", ["stop", "roll", "sinks"])
-def test_whatever_is_done_to_a_session_its_logits_are_those_of_one_pass_over_its_tokens(policy):
+def hold(cases: Any) -> None:
     @PROFILE
-    @given(cases(policy))
+    @given(cases)
     def every(case: Case) -> None:
         with tempfile.TemporaryDirectory() as folder:
             Driver(case, folder).run()
 
     every()
+
+
+@pytest.mark.parametrize("policy", ["stop", "roll", "sinks"])
+def test_whatever_is_done_to_a_session_its_logits_are_those_of_one_pass_over_its_tokens(policy):
+    hold(cases(policy))
+
+
+@pytest.mark.parametrize("policy", ["stop", "roll", "sinks"])
+def test_drafted_tokens_are_those_of_greedy_decoding_and_leave_the_session_as_it_leaves_it(policy):
+    hold(cases(policy, drafted=True))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from toy_embeds import ROWS, embeds_toy
 from toy_model import close, some_ids, toy, whole_pass
+from toy_reference import Record
 
 from rollkv.runtime.session import LimitError
 
@@ -169,6 +170,62 @@ def test_a_rewind_to_a_position_that_was_not_reached_is_refused(position):
         session.rewind(position)
     assert caught.value.exit_code == 2
     assert session.tokens == some_ids(5)
+
+
+# Saved states
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=named)
+@pytest.mark.parametrize("past", [1, C - 1, C])
+def test_a_snapshot_stays_as_it_was_whatever_the_session_does_next(past, settings):
+    """At P = C the whole window is copied, not looked at."""
+    ids = some_ids(C, seed=5)
+    session, _ = toy(C=C, **settings)
+    session.prefill(ids[:past])
+    snapshot = session.snapshot()
+    session.decode(3, on_limit="roll")
+    session.reset()
+    session.prefill(others(ids))
+    session.restore(snapshot)
+    assert session.tokens == ids[:past]
+    given = [*ids[: past - 1], 7, 8][:C]
+    close(session.prefill(given, reuse=True), whole_pass(given, settings["window"])[-1])
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_a_snapshot_after_the_longest_rewind_goes_on(tmp_path, window):
+    """With a window of one token nothing of the layers may be held any more."""
+    ids = some_ids(20, seed=2)
+    session, _ = toy(c=4, C=24, window=window, full=False)
+    session.prefill(ids)
+    session.rewind(16)
+    session.save(tmp_path / "file")
+    snapshot = session.snapshot()
+    for back in (lambda: session.restore(snapshot), lambda: session.load_prefix(tmp_path / "file")):
+        session.reset()
+        back()
+        if window > 1:
+            with pytest.raises(LimitError):
+                session.rewind(15)
+        close(session.prefill([7, 8]), whole_pass([*ids[:16], 7, 8], window, full=False)[-1])
+
+
+# Pinned tokens
+
+
+@pytest.mark.parametrize("layout", ["bskd", "bksd", "bksd-kt"])
+@pytest.mark.parametrize("c", [1, 4, 9, 10, 11, 12])
+def test_runs_past_the_end_see_every_pinned_token_whatever_their_number(c, layout):
+    """A run of c rows sees C - c slots of the cache: with more pinned tokens smaller graphs take its place."""
+    for sinks in sorted({1, 3, *(s for s in (11 - c, 12 - c, 13 - c, 11) if 1 <= s < 12)}):
+        session, recorder = toy(c=c, C=12, layout=layout)
+        for seed, n in enumerate((7, 12, 1, 13, 3)):
+            logits = session.prefill(some_ids(n, seed), on_limit="sinks", sinks=sinks)
+            record = Record()
+            for _, feeds in recorder.runs:
+                record.take(feeds, sinks)
+            assert session.tokens == record.tokens
+            close(logits, record.logits(session.bundle)[-1])
 
 
 # Tokens that came as embeddings
