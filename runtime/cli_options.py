@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from rollkv.runtime.limits import ADDRESSES, DEFAULT_SINKS, ON_LIMIT
+from rollkv.runtime.limits import ADDRESSES, DEFAULT_NEW_TOKENS, DEFAULT_SINKS, ON_LIMIT
 
 
 class UsageError(ValueError):
@@ -188,6 +188,11 @@ def generation_options(options: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(
             f"--min-new-tokens {options.min_new_tokens} is more than --max-new-tokens {options.max_new_tokens}"
         )
+    if options.max_new_tokens is None and options.min_new_tokens > DEFAULT_NEW_TOKENS:
+        raise UsageError(
+            f"--min-new-tokens {options.min_new_tokens} is more than {DEFAULT_NEW_TOKENS}, the default of "
+            "--max-new-tokens; raise that too"
+        )
     if "" in options.stop:
         raise UsageError("--stop is empty; allowed: at least one character")
     bias: dict[int, float] = {}
@@ -200,7 +205,7 @@ def generation_options(options: argparse.Namespace) -> dict[str, Any]:
         sampling = SamplingOptions(**{name: getattr(options, name) for name in names}, logit_bias=bias)
     except SamplingError as error:
         name, _, said = str(error).partition(" ")
-        raise UsageError(f"--{name.replace('_', '-')} {said}") from None
+        raise UsageError(f"--{name.replace('_', '-')} {said.removesuffix(', or None')}") from None
     return {
         "max_new_tokens": options.max_new_tokens,
         "min_new_tokens": options.min_new_tokens,

@@ -33,9 +33,12 @@ def run_command(options: argparse.Namespace) -> int:
             raise UsageError("--logprobs goes with --json")
         generation["logprobs"] = options.logprobs
     if options.save_prefix is not None:
-        _check_output("--save-prefix", options.save_prefix)
+        _check_output("--save-prefix", options.save_prefix, options.bundle)
     session = _open_session(options)
     chat = Chat(session)
+    keep = None if options.save_prefix is None else _PrefixKeeper(session, options.save_prefix)
+    if keep is not None:
+        generation["on_token"] = keep
     generation["speculate"] = _drafter(options, session)
     if options.chat:
         reply = chat.reply([{"role": "user", "content": prompt}], **generation)
@@ -43,16 +46,17 @@ def run_command(options: argparse.Namespace) -> int:
         reply = chat.complete(prompt, **generation)
     if options.protect is not None:
         read_span(options.protect, reply.prompt_tokens)  # a conversation of one turn grows no further
-    if options.json:
+    if options.json or keep is not None:  # that the prompt can be saved is known before a word is printed
         reply.text()
+    if keep is not None and not keep.saved:
+        keep(None)
+    if options.json:
         print(json.dumps(_answer(reply)))
     else:
-        for piece in reply:
+        for piece in reply if keep is None else [reply.text()]:
             print(piece, end="", flush=True)
         print()
     _remark(reply)
-    if options.save_prefix is not None:
-        _save_prefix(session, reply.prompt_tokens - reply.truncated, options.save_prefix)
     return 0
 
 
@@ -108,14 +112,15 @@ def _open_session(options: argparse.Namespace) -> Session:
 
     prefix = options.load_prefix
     if prefix is not None and not Path(prefix).is_file():
-        raise UsageError(f"--load-prefix {prefix}: no such file")
+        why = "not a file" if Path(prefix).exists() else "no such file"
+        raise UsageError(f"--load-prefix {prefix or repr(prefix)}: {why}; give one that run --save-prefix wrote")
     session = Session(options.bundle, **session_options(options))
     if getattr(options, "check", False):
         session.bundle.check()
     if options.measure:
         measured = sorted(session.loaded.measure().items())
-        times = [f"{rows} row{'s'[: rows - 1]} {seconds * 1000:.1f} ms" for rows, seconds in measured]
-        print(f"rollkv: measured: {', '.join(times)}", file=sys.stderr)
+        times = ", ".join(f"{seconds * 1000:.1f} ms with {rows}" for rows, seconds in measured)
+        print(f"rollkv: measured for a run by its rows: {times}", file=sys.stderr)
     if prefix is not None:
         session.load_prefix(prefix)
     return session
@@ -129,20 +134,31 @@ def _drafter(options: argparse.Namespace, target: Session) -> Drafter | None:
 
     if options.speculate == "lookup":
         return PromptLookup()
+    if not options.speculate:
+        raise UsageError("--speculate is empty; allowed: lookup, or the folder of a bundle")
     draft = Session(options.speculate, threads=options.threads, low_memory=options.low_memory)
     return DraftModel(draft, target.manifest)
 
 
-def _save_prefix(session: Session, tokens: int, name: str) -> None:
-    """Save the state after the first `tokens` tokens, those of the prompt."""
-    from rollkv.runtime.align import LimitError
+class _PrefixKeeper:
+    """Saves the state after the prompt: when the first token is there, and so before an answer can make it forget."""
 
-    try:
-        session.rewind(tokens)
-    except LimitError as error:
-        raise UsageError(f"--save-prefix {name}: {error}; --max-new-tokens 1 forgets least of the prompt") from None
-    session.save(name)
-    print(f"rollkv: saved the state after the {tokens} tokens of the prompt in {name}", file=sys.stderr)
+    def __init__(self, session: Session, name: str) -> None:
+        self.saved = False
+        self._session, self._name = session, name
+
+    def __call__(self, token: int | None) -> None:
+        from rollkv.runtime.align import LimitError
+
+        if self.saved:
+            return
+        try:
+            self._session.save(self._name)
+        except LimitError as error:
+            raise UsageError(f"--save-prefix {self._name}: {error}") from None
+        self.saved = True
+        tokens = self._session.position
+        print(f"rollkv: saved the state after the {tokens} tokens of the prompt in {self._name}", file=sys.stderr)
 
 
 def _answer(reply: Reply) -> dict[str, Any]:
@@ -162,11 +178,18 @@ def _answer(reply: Reply) -> dict[str, Any]:
     }
 
 
-def _check_output(flag: str, name: str) -> None:
-    if not Path(name).absolute().parent.is_dir():
-        raise UsageError(f"{flag} {name}: no such folder")
-    if Path(name).is_dir():
-        raise UsageError(f"{flag} {name}: is a folder")
+def _check_output(flag: str, name: str, bundle: str) -> None:
+    """Refuse a name that `save` would refuse after the run, and one in the bundle: nothing is written there."""
+    target, shown = Path(name), f"{flag} {name or repr(name)}"
+    if not name or target.is_dir():
+        raise UsageError(f"{shown}: is a folder; give the name of a file")
+    if not target.absolute().parent.is_dir():
+        raise UsageError(f"{shown}: no such folder")
+    if target.exists() and not target.is_file():
+        raise UsageError(f"{shown}: exists and is no file that could be replaced")
+    folders = {*target.resolve().parents, target.absolute().parent.resolve()}
+    if Path(bundle).resolve() in folders:
+        raise UsageError(f"{shown}: lies in the bundle, into which nothing is written; give another folder")
 
 
 def _read_prompt(name: str) -> str:
@@ -191,6 +214,7 @@ def _remark(reply: Reply) -> None:
             file=sys.stderr,
         )
     if reply.finish_reason == "length":
-        print(f"rollkv: ended by length after {reply.generated_tokens} tokens", file=sys.stderr)
+        count = reply.generated_tokens
+        print(f"rollkv: ended by length after {count} token{'' if count == 1 else 's'}", file=sys.stderr)
     if reply.speculation is not None:
         print(f"rollkv: {reply.speculation.summary()}", file=sys.stderr)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from rollkv.runtime.align import PromptError, whole_number
 from rollkv.runtime.backend import Array
 from rollkv.runtime.cover import Run
+from rollkv.runtime.limits import DEFAULT_NEW_TOKENS
 from rollkv.runtime.prompt import Prompt
 from rollkv.runtime.sampling import Sampler, SamplingOptions, TokenLogprobs, token_logprobs
 from rollkv.runtime.speculation import SpeculationReport
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from rollkv.runtime.sequence import Admitted
     from rollkv.runtime.session import Session
     from rollkv.runtime.speculation import Drafter
-
-DEFAULT_NEW_TOKENS = 256
 
 
 @dataclass(frozen=True, kw_only=True)

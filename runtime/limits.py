@@ -3,3 +3,4 @@
 ON_LIMIT = ("stop", "roll", "sinks")
 ADDRESSES = ("moving", "fixed")
 DEFAULT_SINKS = 4  # StreamingLLM, arXiv 2309.17453, section 3.2
+DEFAULT_NEW_TOKENS = 256

@@ -53,6 +53,8 @@ def save_prefix(path: str | Path, snapshot: Snapshot) -> None:
     pieces = _layout(snapshot, str(final))
     if os.path.isdir(final):
         raise PrefixError(f"{final}: a folder; give the name of a file")
+    if os.path.exists(final) and not os.path.isfile(final):  # a pipe or a device is nothing to replace
+        raise PrefixError(f"{final}: exists and is not a file; give another name")
     if not os.path.isdir(final.parent):
         raise PrefixError(f"{final}: there is no folder {final.parent}; make it first")
     work = final.parent / f".rollkv-{secrets.token_hex(8)}.part"

@@ -21,8 +21,8 @@ from rollkv.runtime.align import LimitError, PromptError, check_protect, common_
 from rollkv.runtime.backend import Array, Backend
 from rollkv.runtime.bundle import Bundle, GraphInfo, Manifest
 from rollkv.runtime.cover import Run, plan_runs
-from rollkv.runtime.generation import DEFAULT_NEW_TOKENS, Generation, GenerationOptions
-from rollkv.runtime.limits import ADDRESSES, DEFAULT_SINKS, ON_LIMIT
+from rollkv.runtime.generation import Generation, GenerationOptions
+from rollkv.runtime.limits import ADDRESSES, DEFAULT_NEW_TOKENS, DEFAULT_SINKS, ON_LIMIT
 from rollkv.runtime.loaded import LoadedBundle, read_sizes
 from rollkv.runtime.prefix import load_prefix, save_prefix
 from rollkv.runtime.prefix_store import PrefixStore
@@ -31,6 +31,8 @@ from rollkv.runtime.sampling import SamplingOptions
 from rollkv.runtime.sequence import Admitted, Policy, TokenSequence
 from rollkv.runtime.snapshot import Snapshot
 from rollkv.runtime.speculation import Drafter, DraftModel
+
+MOST_SLACK = 1 << 24  # slots
 
 __all__ = ["DEFAULT_NEW_TOKENS", "Generation", "LimitError", "Session"]
 
@@ -71,9 +73,8 @@ class Session:
                 bundle, backend=backend, threads=threads, low_memory=low_memory, chunk_sizes=sizes
             )
         _check_word("addresses", addresses, ADDRESSES)
-        most = self.manifest.max_position
-        if slack is not None and not 1 <= whole_number("slack", slack) <= most:
-            raise PromptError(f"slack is {slack}, allowed: 1 .. {most}, the model's positions")
+        if slack is not None and not 1 <= whole_number("slack", slack) <= MOST_SLACK:
+            raise PromptError(f"slack is {slack}, allowed: 1 .. {MOST_SLACK}")
         if prefixes is not None and not isinstance(prefixes, PrefixStore):
             raise PromptError(f"prefixes is {prefixes!r}, allowed: a PrefixStore")
         self._sizes = self.loaded.chosen(sizes)

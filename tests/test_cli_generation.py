@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -62,12 +63,6 @@ class Told(FakeSession):
     def load_prefix(self, path: Any) -> None:
         self.asked.append(("load", str(path)))
 
-    def rewind(self, position: int) -> None:
-        self.asked.append(("rewind", position))
-
-    def save(self, path: Any) -> None:
-        self.asked.append(("save", str(path)))
-
 
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -119,35 +114,8 @@ def test_graphs_are_measured_before_the_prefix_is_loaded_and_the_times_are_said(
 ) -> None:
     (tmp_path / "p").write_bytes(b"state")
     code, _, err = run("run", told, "--prompt", PROMPT, "--measure", "--load-prefix", tmp_path / "p")
-    assert (code, err) == (0, "rollkv: measured: 1 row 8.0 ms, 32 rows 40.1 ms\n")
+    assert (code, err) == (0, "rollkv: measured for a run by its rows: 8.0 ms with 1, 40.1 ms with 32\n")
     assert Told.made[0].asked == ["measure", ("load", str(tmp_path / "p"))]
-
-
-def test_a_prefix_is_saved_after_a_rewind_to_the_kept_prompt(run: Run, told: Path, tmp_path: Path) -> None:
-    file = tmp_path / "p"
-    code, out, err = run("run", told, "--prompt", PROMPT, "--save-prefix", file)
-    assert (code, out) == (0, "stop now, don't stop\n")
-    assert Told.made[-1].asked == [("rewind", len(IDS)), ("save", str(file))]
-    assert err == f"rollkv: saved the state after the {len(IDS)} tokens of the prompt in {file}\n"
-    long = "x" * 300
-    code, _, err = run("run", told, "--prompt", long, "--truncate", "left", "--save-prefix", file)
-    assert code == 0
-    assert Told.made[-1].asked == [("rewind", 200), ("save", str(file))]
-    assert err.splitlines()[-1] == f"rollkv: saved the state after the 200 tokens of the prompt in {file}"
-
-
-def test_a_prompt_that_was_forgotten_cannot_be_saved_and_says_what_helps(
-    run: Run, told: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rollkv.runtime.align import LimitError
-
-    def rewind(*_: Any) -> None:
-        raise LimitError("token 3 is forgotten")
-
-    monkeypatch.setattr(Told, "rewind", rewind)
-    code, _, err = run("run", told, "--prompt", PROMPT, "--save-prefix", tmp_path / "p")
-    said = f"rollkv: --save-prefix {tmp_path / 'p'}: token 3 is forgotten; --max-new-tokens 1 forgets least of the"
-    assert (code, err) == (2, f"{said} prompt\n")
 
 
 def test_speculation_is_by_lookup_or_by_a_bundle_and_reported(run: Run, told: Path, tmp_path: Path) -> None:
@@ -239,7 +207,10 @@ def test_an_answer_as_json_is_one_object(run: Run, told: Path) -> None:
         (["--addresses", "none"], "argument --addresses: invalid choice: 'none'"),
         (["--load-prefix", "/nowhere/p"], "--load-prefix /nowhere/p: no such file"),
         (["--save-prefix", "/nowhere/p"], "--save-prefix /nowhere/p: no such folder"),
-        (["--save-prefix", "/"], "--save-prefix /: is a folder"),
+        (["--save-prefix", "/"], "--save-prefix /: is a folder; give the name of a file"),
+        (["--save-prefix", ""], "--save-prefix '': is a folder; give the name of a file"),
+        (["--speculate", ""], "--speculate is empty; allowed: lookup, or the folder of a bundle"),
+        (["--min-new-tokens", "300"], "--min-new-tokens 300 is more than 256, the default of --max-new-tokens; raise"),
     ],
 )
 def test_a_flag_that_is_wrong_is_named_before_anything_runs(run: Run, told: Path, flags: list[Any], said: str) -> None:
@@ -312,7 +283,7 @@ def test_a_saved_prefix_is_used_and_changes_nothing(run: Run, endless: Path, tmp
     file = tmp_path / "p"
     code, _, err = run("run", endless, "--prompt", PROMPT, "--max-new-tokens", 20, "--save-prefix", file)
     assert code == 0
-    assert err.splitlines()[-1] == f"rollkv: saved the state after the {len(IDS)} tokens of the prompt in {file}"
+    assert err.splitlines()[0] == f"rollkv: saved the state after the {len(IDS)} tokens of the prompt in {file}"
     prompt = PROMPT + " hello, how are you?"
     cold = json.loads(run("run", endless, "--prompt", prompt, "--max-new-tokens", 9, "--json")[1])
     warm = json.loads(
@@ -323,6 +294,45 @@ def test_a_saved_prefix_is_used_and_changes_nothing(run: Run, endless: Path, tmp
     assert warm == cold
     file.write_bytes(file.read_bytes()[:-7])
     assert str(file) in user_error(run("run", endless, "--prompt", prompt, "--load-prefix", file))
+
+
+def test_a_prompt_is_saved_although_the_answer_makes_the_cache_forget_it(
+    run: Run, endless: Path, tmp_path: Path
+) -> None:
+    flags = ["--prompt", PROMPT, "--max-new-tokens", 200, "--on-limit", "roll", "--save-prefix", tmp_path / "p"]
+    code, out, err = run("run", endless, *flags)
+    assert code == 0
+    assert (tmp_path / "p").is_file()
+    assert err.splitlines()[-1] == "rollkv: ended by length after 200 tokens"
+    assert out == run("run", endless, *flags[:-2])[1]
+
+
+def test_a_prompt_that_is_forgotten_cannot_be_saved_and_nothing_is_printed(
+    run: Run, endless: Path, tmp_path: Path
+) -> None:
+    said = user_error(
+        run("run", endless, "--prompt", "x " * 150, "--on-limit", "roll", "--save-prefix", tmp_path / "p")
+    )
+    assert (
+        said == f"--save-prefix {tmp_path / 'p'}: the session has forgotten its first tokens; only a whole prefix "
+        "can be saved"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_prefix_is_not_saved_into_the_bundle_or_over_what_is_no_file(run: Run, endless: Path, tmp_path: Path) -> None:
+    before = {path.name: path.read_bytes() for path in endless.iterdir()}
+    (tmp_path / "link").symlink_to(endless / "manifest.json")
+    (tmp_path / "folder").symlink_to(endless)
+    for name in (endless / "manifest.json", endless / "new", tmp_path / "link", tmp_path / "folder" / "new"):
+        said = user_error(run("run", endless, "--prompt", PROMPT, "--save-prefix", name))
+        assert said == f"--save-prefix {name}: lies in the bundle, into which nothing is written; give another folder"
+    assert {path.name: path.read_bytes() for path in endless.iterdir()} == before
+    os.mkfifo(tmp_path / "pipe")
+    said = user_error(run("run", endless, "--prompt", PROMPT, "--save-prefix", tmp_path / "pipe"))
+    assert said == f"--save-prefix {tmp_path / 'pipe'}: exists and is no file that could be replaced"
+    said = user_error(run("run", endless, "--prompt", PROMPT, "--load-prefix", tmp_path / "pipe"))
+    assert said.startswith(f"--load-prefix {tmp_path / 'pipe'}: not a file")
 
 
 @pytest.mark.parametrize("flags", [["--addresses", "fixed"], ["--measure"], ["--chunk-size", 8]])

@@ -17,7 +17,7 @@ from rollkv.runtime.session import Session
         ({"chunk_sizes": [5]}, "chunk size 5 is not in this bundle; it has 4"),
         ({"chunk_sizes": []}, "no chunk size is given; this bundle has 4"),
         ({"addresses": "ring"}, "addresses 'ring' is unknown; allowed: moving, fixed"),
-        ({"slack": 0}, r"slack is 0, allowed: 1 \.\. 512"),
+        ({"slack": 0}, r"slack is 0, allowed: 1 \.\. 16777216"),
     ],
 )
 def test_settings_of_a_session_that_are_not_allowed_are_refused(settings, message):
@@ -121,7 +121,7 @@ def test_an_exception_in_a_callback_ends_the_generation():
         (lambda s: s.prefill([1], on_limit=np.array(["stop", "roll"])), "on_limit array.* is unknown"),
         (lambda s: s.prefill([True]), "token ids must be whole numbers"),
         (lambda s: s.restore(None), "snapshot is None, allowed: what Session.snapshot gave"),
-        (lambda s: Session(s.bundle, backend=s.backend, slack=10**30), "slack is 10+, allowed: 1 .. 512"),
+        (lambda s: Session(s.bundle, backend=s.backend, slack=10**30), "slack is 10+, allowed: 1 .. 16777216"),
         (lambda s: Session(s.bundle, backend=s.backend, prefixes=5), "prefixes is 5, allowed: a PrefixStore"),
         (lambda s: Session(None), "bundle is None, allowed: the folder that"),
         (lambda s: s.load_prefix(3), "path is 3, allowed: the name of a file"),
