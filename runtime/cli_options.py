@@ -193,6 +193,8 @@ def generation_options(options: argparse.Namespace) -> dict[str, Any]:
             f"--min-new-tokens {options.min_new_tokens} is more than {DEFAULT_NEW_TOKENS}, the default of "
             "--max-new-tokens; raise that too"
         )
+    if options.speculate == "":
+        raise UsageError("--speculate is empty; allowed: lookup, or the folder of a bundle")
     if "" in options.stop:
         raise UsageError("--stop is empty; allowed: at least one character")
     bias: dict[int, float] = {}

@@ -134,8 +134,6 @@ def _drafter(options: argparse.Namespace, target: Session) -> Drafter | None:
 
     if options.speculate == "lookup":
         return PromptLookup()
-    if not options.speculate:
-        raise UsageError("--speculate is empty; allowed: lookup, or the folder of a bundle")
     draft = Session(options.speculate, threads=options.threads, low_memory=options.low_memory)
     return DraftModel(draft, target.manifest)
 

@@ -310,9 +310,7 @@ def test_a_prompt_is_saved_although_the_answer_makes_the_cache_forget_it(
 def test_a_prompt_that_is_forgotten_cannot_be_saved_and_nothing_is_printed(
     run: Run, endless: Path, tmp_path: Path
 ) -> None:
-    said = user_error(
-        run("run", endless, "--prompt", "x " * 150, "--on-limit", "roll", "--save-prefix", tmp_path / "p")
-    )
+    said = user_error(run("run", endless, "--prompt", "x " * 90, "--on-limit", "roll", "--save-prefix", tmp_path / "p"))
     assert (
         said == f"--save-prefix {tmp_path / 'p'}: the session has forgotten its first tokens; only a whole prefix "
         "can be saved"

@@ -149,7 +149,7 @@ def test_a_prompt_reaches_the_session_unchanged(
         (["--top-p", "1.5"], "--top-p is 1.5; allowed: a number above 0 and at most 1"),
         (["--min-p", "2"], "--min-p is 2.0; allowed: a number from 0 to 1"),
         (["--repetition-penalty", "0"], "--repetition-penalty is 0.0; allowed: a finite number > 0"),
-        (["--seed", "-1"], "--seed is -1; allowed: an integer >= 0, or None"),
+        (["--seed", "-1"], "--seed is -1; allowed: an integer >= 0"),
         (["--keep-head", "3"], "--keep-head goes with --truncate middle"),
         (["--truncate", "middle", "--keep-head", "120"], "keep_head is 120, allowed: 0 .. 119"),
     ],
