@@ -164,6 +164,8 @@ def _cut_span(n: int, limit: int, how: str, head: int, start: int, stop: int) ->
 
 def run_positions(past: int, pads: int, rows: int) -> NDArray[np.int64]:
     """Position of each row, (rows,): 0 for a pad, P, P + 1, ... for the real tokens."""
+    if not pads:
+        return np.arange(past, past + rows)
     positions = np.zeros(rows, np.int64)
     positions[pads:] = np.arange(past, past + rows - pads)
     return positions

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rollkv.runtime.session import Session
     from rollkv.runtime.speculation import Drafter
 
+ONE = Run(1, 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
@@ -114,19 +116,19 @@ class Generation(Iterator[int]):
                 f"the session is at token {session.position}, this generation continues at {self._at}: "
                 "it was reset, went back or took other tokens since; start a new generation"
             )
-        if len(self.generated) >= self._max or (self.generated and session.room(policy.on_limit) < 1):
+        if len(self.generated) >= self._max or (self.generated and session.sequence.room(policy.on_limit) < 1):
             self.finish_reason = "length"
             return None
         if self._found and session.sequence.ahead:
             session.sequence.ahead -= 1
         elif self._found:  # the session took back what ran ahead
-            session.sequence.step(session.sequence.decode, Run(1, 0), Prompt(self.generated[-1:]), policy)
+            session.sequence.step(session.sequence.decode, ONE, Prompt(self.generated[-1:]), policy)
         elif self.generated:
             self._step()
         else:
             self._found.append(self._pick(session.take(self._admitted), 0))
         picked = self._found.popleft()
-        self._at, self._changes = session.position, session.sequence.changes
+        self._at, self._changes = session.sequence.position, session.sequence.changes
         if picked.ends:
             self.finish_reason = "stop"
             return None
@@ -142,7 +144,7 @@ class Generation(Iterator[int]):
         drafted = self._drafted() if report is not None else []
         drafting = time.perf_counter() - started
         if not drafted:
-            arrays = sequence.step(sequence.decode, Run(1, 0), Prompt(last), policy)
+            arrays = sequence.step(sequence.decode, ONE, Prompt(last), policy)
             self._found.append(self._pick(arrays.logits, 0))
             if report is not None:
                 report.run_seconds += drafting
@@ -176,7 +178,8 @@ class Generation(Iterator[int]):
         m, past = session.manifest, session.position
         assert session.loaded.verifier is not None
         rows = session.loaded.verifier.rows
-        count = min(rows - 1, self._max - len(self.generated) - 1, session.room(self._admitted.policy.on_limit) - 1)
+        room = session.sequence.room(self._admitted.policy.on_limit)
+        count = min(rows - 1, self._max - len(self.generated) - 1, room - 1)
         if count < 1 or past + rows > m.max_kvcache_len:
             return []
         drafted = drafter.propose([*session.sequence.tokens, self.generated[-1]], count)
@@ -198,7 +201,7 @@ class Generation(Iterator[int]):
         if fed is not None and options.sampling.repetition_penalty != 1:
             seen = seen + fed
         early = len(self.generated) + ahead < options.min_new_tokens
-        token = self._sampler.pick(logits, seen, self._eos if early else ())
+        token = self._sampler.pick(logits, seen, self._eos if early else (), checked=True)
         ends = token in self._eos and not options.ignore_eos
         noted = None if options.logprobs is None else token_logprobs(logits, token, options.logprobs)
         return Picked(token, ends, noted)

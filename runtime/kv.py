@@ -27,6 +27,7 @@ class Group:
     """N cached tensors of one shape: names of the past inputs and new outputs, and the buffer (N, *shape)."""
 
     pasts: tuple[ValueInfo, ...]
+    names: tuple[str, ...]  # theirs
     news: tuple[str, ...]
     axis: int  # of the slots, in the shape of one tensor
     window: int | None
@@ -65,7 +66,9 @@ class KvCache:
                 shape[axis] if slack is None else max(slack, min(rows, shape[axis])),
                 fixed,
             )
-            self.groups.append(Group(tuple(values), tuple(new_of[v.name] for v in values), axis, window, buffer))
+            names = tuple(value.name for value in values)
+            news = tuple(new_of[name] for name in names)
+            self.groups.append(Group(tuple(values), names, news, axis, window, buffer))
         self._first = [0] * len(self.groups)  # position of the oldest token that each group holds
         self._pinned: list[Array] = []  # the first tokens as they were stored, one array per group without a window
 

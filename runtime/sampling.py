@@ -217,15 +217,18 @@ class Sampler:
         self.options = options
         self._random = np.random.Generator(np.random.PCG64(options.seed))
 
-    def pick(self, logits: NDArray[Any], seen: Sequence[int], banned: Collection[int] = ()) -> int:
+    def pick(
+        self, logits: NDArray[Any], seen: Sequence[int], banned: Collection[int] = (), *, checked: bool = False
+    ) -> int:
         """The next token id.
 
         `logits` is (V,), of any floating type, and is not changed. `seen` holds the ids so far, prompt included, in
         any order, -1 for a token without one; only the repetition penalty reads it. `banned` ids are not chosen.
+        `checked`: they are known to be finite, and (V,) float32 or float16.
         Raises `NonFiniteLogits`, and `SamplingError` for a wrong shape or type, for a seen or biased id that has no
         logit, and when every token is banned.
         """
-        scores = _checked_logits(logits)  # (V,)
+        scores = logits if checked and logits.dtype == np.float32 else _checked_logits(logits)  # (V,)
         options = self.options
         if options.temperature == 0:
             if options.logit_bias or options.repetition_penalty != 1 or banned:

@@ -73,6 +73,12 @@ class TokenSequence:
         """P."""
         return len(self.tokens) - self.ahead
 
+    def room(self, on_limit: str) -> int:
+        """How many more tokens can be taken."""
+        m, past = self.loaded.manifest, len(self.tokens) - self.ahead
+        positions = m.max_position - self.rotary_at(past)
+        return min(m.max_kvcache_len - past, positions) if on_limit == "stop" else positions
+
     def rotary_at(self, count: int) -> int:
         """Rotary position of the token after the first `count`."""
         return count + self._offset_at(count)
@@ -191,6 +197,8 @@ class TokenSequence:
             yield
 
     def _offset_at(self, count: int) -> int:
+        if self._offsets[-1][0] <= count:
+            return self._offsets[-1][1]
         return next(offset for at, offset in reversed(self._offsets) if at <= count)
 
     def _note_offset(self, count: int, offset: int) -> None:

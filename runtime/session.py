@@ -236,13 +236,8 @@ class Session:
     def room(self, on_limit: str = "stop") -> int:
         """How many more tokens can be taken: until C for "stop", until the model's last position for the others too."""
         with self.lock:
-            policy = self._read_policy(on_limit, 1)
-            positions = self.manifest.max_position - self.sequence.rotary_at(self.position)
-            return (
-                min(self.manifest.max_kvcache_len - self.position, positions)
-                if policy.on_limit == "stop"
-                else positions
-            )
+            _check_word("on_limit", on_limit, ON_LIMIT)
+            return self.sequence.room(on_limit)
 
     # Saved states
 

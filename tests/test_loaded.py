@@ -31,8 +31,8 @@ class BindingBackend:
                 self.inputs = {value.name: arrays[value.name] for value in graph.inputs}
                 self.outputs = {value.name: arrays[value.name] for value in graph.outputs}
 
-            def rebind(self, name, array):
-                self.inputs[name] = array
+            def rebind(self, names, arrays):
+                self.inputs.update(zip(names, arrays, strict=True))
 
             def run(self):
                 backend.runs += 1
