@@ -33,7 +33,7 @@ from rollkv.runtime import Session, backend, kv
 from rollkv.runtime.bundle import Bundle, open_bundle
 from rollkv.runtime.cache import RollingBuffer
 
-SIZES, LAYOUTS = (512, 2048, 8192, 16384), ("bskd", "bksd", "bksd-kt")
+SIZES, LAYOUTS = (512, 1280, 4096, 16384), ("bskd", "bksd", "bksd-kt")
 STEPS, PROMPTS = 40, 4
 PROMPT = 512
 
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
                 if layout == "bskd":
                     fixed = Session(session.loaded, addresses="fixed")
                     print(f"  fixed  {slots:5} | {shown(measure(clock, fixed))}", flush=True)
-                    if slots == 2048:
+                    if slots == 1280:
                         kv.RollingBuffer = ConcatenatingBuffer  # type: ignore[misc]
                         slow = Session(session.loaded)
                         kv.RollingBuffer = RollingBuffer  # type: ignore[misc]
