@@ -94,7 +94,8 @@ def shown(times: list[tuple[float, float]]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    clock, worst, prefill_worst, hosts = Clock(), 0.0, 0.0, []
+    clock, worst, prefill_worst = Clock(), 0.0, 0.0
+    hosts: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
     FOLDER.mkdir(parents=True, exist_ok=True)
     print(
         f"layout       C |     host   engine    share | prefill run: host   engine    share   (ms, medians of {STEPS})"
@@ -113,7 +114,7 @@ def main(arguments: list[str]) -> int:
                 print(f"{layout:8} {slots:5} | {shown(times)} | {shown(runs):>40}", flush=True)
                 worst = max(worst, statistics.median(h / (h + e) for h, e in times))
                 prefill_worst = max(prefill_worst, statistics.median(h / (h + e) for h, e in runs))
-                hosts.append(statistics.median(h for h, _ in times))
+                hosts[layout].append(statistics.median(h for h, _ in times))
                 if layout == "bskd":
                     fixed = Session(session.loaded, addresses="fixed")
                     print(f"  fixed  {slots:5} | {shown(measure(clock, fixed))}", flush=True)
@@ -127,10 +128,9 @@ def main(arguments: list[str]) -> int:
                 shutil.rmtree(folder)
     print(f"host share of a decode step, worst: {100 * worst:.2f} % (bound 1.5 %)")
     print(f"host share of a prefill run, worst: {100 * prefill_worst:.2f} % (bound 0.5 %)")
-    print(
-        f"host time of a decode step over C and layouts, largest / smallest: {max(hosts) / min(hosts):.2f} (bound 1.5)"
-    )
-    return 0 if worst <= 0.015 and prefill_worst <= 0.005 and max(hosts) <= 1.5 * min(hosts) else 1
+    flat = max(max(times) / min(times) for times in hosts.values())
+    print(f"host time of a decode step over C, largest / smallest of a layout: {flat:.2f} (bound 1.5)")
+    return 0 if worst <= 0.015 and prefill_worst <= 0.005 and flat <= 1.5 else 1
 
 
 if __name__ == "__main__":

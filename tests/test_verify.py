@@ -153,7 +153,7 @@ def test_a_host_that_shows_a_pad_is_found_by_the_audit_of_the_feeds(
 
     right = feeds.fill_mask
 
-    def wrong(mask: np.ndarray, past: int, pads: int, mask_value: float, window: int | None) -> None:
+    def wrong(mask: np.ndarray, past: int, pads: int, mask_value: float, window: int | None = None) -> None:
         right(mask, past, pads, mask_value, window)
         if pads:
             mask[:, mask.shape[1] - mask.shape[0]] = 0.0
