@@ -21,7 +21,7 @@ from rollkv.runtime.mask import fill_mask
 from rollkv.runtime.prompt import Prompt
 
 _ALIGNMENT = 64  # bytes
-_MANY = 1 << 18
+_MANY = 1 << 18  # numbers, from which on a sum is faster than a flag for each
 
 
 class GraphArrays:

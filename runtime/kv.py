@@ -165,10 +165,8 @@ class KvCache:
         overwritten = []
         try:
             for pinned, group in zip(self._pinned, (g for g in self.groups if g.window is None), strict=True):
-                slots, turned = (
-                    _slots(group, rows, rows + pinned.shape[group.axis + 1]),
-                    self._turned(group, pinned, delta),
-                )
+                slots = _slots(group, rows, rows + pinned.shape[group.axis + 1])
+                turned = self._turned(group, pinned, delta)
                 overwritten.append((slots, slots.copy()))
                 slots[...] = turned
             yield
