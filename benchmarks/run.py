@@ -1,11 +1,21 @@
-"""All figures, one script after the other: `make bench`. Run it alone on the machine; it takes about 40 minutes."""
+"""All figures, one script after the other: `make bench`. Run it alone on the machine; it takes about 50 minutes."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-SCRIPTS = ("startup", "export_cost", "host_step", "rolling", "speculation", "experts", "memory", "greedy")
+SCRIPTS = (
+    "startup",
+    "export_cost",
+    "host_step",
+    "context_buckets",
+    "rolling",
+    "speculation",
+    "experts",
+    "memory",
+    "greedy",
+)
 
 
 def main() -> int:

@@ -37,8 +37,9 @@ def options_of(m: Manifest) -> ExportOptions:
     prefill, head = prefills[0], next(graph.head for graph in m.graphs if graph.role == "decode")
     return ExportOptions(
         max_lm_input_len=m.max_lm_input_len,
-        chunk_sizes=tuple(graph.rows for graph in prefills),
+        chunk_sizes=tuple(m.prefill_rows),
         max_kvcache_len=m.max_kvcache_len,
+        context_buckets=tuple(m.kv_lens[:-1]),
         speculate=next((graph.rows for graph in prefills if graph.head != head), None),
         kv_layout=m.kv_layout,
         ids=next((v.dtype for v in prefill.inputs if v.role in ("ids", "position_ids")), "int32"),

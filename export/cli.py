@@ -73,6 +73,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="key slots that a query can see, its own run included (default L + 256)",
     )
     export.add_argument(
+        "--context-buckets",
+        metavar="C'",
+        type=_sizes,
+        default=(),
+        help="smaller visible lengths, such as 256,512, each with graphs of its own: a run with little behind it does "
+        "not pay for an empty cache (default none)",
+    )
+    export.add_argument(
         "--allow-no-room", action="store_true", help="allow C == L, which leaves the longest prompt one token"
     )
     layouts = ("bskd", "bksd", "bksd-kt")
@@ -167,6 +175,7 @@ def export_command(options: argparse.Namespace) -> int:
         max_lm_input_len=options.max_lm_input_len,
         chunk_size=options.chunk_size,
         max_kvcache_len=options.max_kvcache_len,
+        context_buckets=options.context_buckets,
         speculate=options.speculate,
         allow_no_room=options.allow_no_room,
         kv_layout=options.kv_layout,
@@ -206,6 +215,7 @@ def export_command(options: argparse.Namespace) -> int:
         "max_lm_input_len": chosen.max_lm_input_len,
         "chunk_size": chosen.chunk_size,
         "chunk_sizes": list(chosen.prefill_rows),
+        "context_buckets": list(chosen.context_buckets),
         "speculate": chosen.speculate,
         "max_kvcache_len": chosen.max_kvcache_len,
         "bytes": size,
@@ -217,8 +227,9 @@ def export_command(options: argparse.Namespace) -> int:
         print(json.dumps(summary, indent=2))
     else:
         sizes = "/".join(map(str, chosen.prefill_rows))
+        visible = f" (visible {'/'.join(map(str, chosen.kv_lens))})" if chosen.context_buckets else ""
         print(
-            f"{output}: L = {chosen.max_lm_input_len}, c = {sizes}, C = {chosen.max_kvcache_len}, "
+            f"{output}: L = {chosen.max_lm_input_len}, c = {sizes}, C = {chosen.max_kvcache_len}{visible}, "
             f"{size / 2**20:.1f} MiB, {summary['seconds']} s"
         )
     return 0

@@ -49,7 +49,8 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
         placed = place_weights(weights, tables)
         manifest = describe(checkpoint, options)
         report("trace", 0, 1)
-        traced = trace_graphs(config, options, [info.rows for info in manifest.graphs])
+        sizes = [info.rows for info in manifest.graphs], [info.kv_len for info in manifest.graphs]
+        traced = trace_graphs(config, options, *sizes)
         for done, (info, graph) in enumerate(zip(manifest.graphs, traced, strict=True)):
             report(f"passes {Path(info.file).stem}", done, len(traced))
             model = run_passes(graph, passes_for(options.opset, options.simplify))
@@ -85,24 +86,23 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
 def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None = None) -> Manifest:
     """The manifest of an export, but for `files`. sha256: of the checkpoint; None: its files are hashed."""
     config = checkpoint.config
-    prefill = options.prefill_rows
-    several = f"_k{options.max_kvcache_len}" if len(prefill) > 1 else ""  # the names of one prefill graph are plain
+    prefill, lengths = options.prefill_rows, options.kv_lens
+    several = len(prefill) * len(lengths) > 1  # the names of one prefill graph are plain
     graphs = [
         GraphInfo(
-            file=f"{name}{several}.onnx",
+            file=f"{name}_k{kv_len}.onnx" if several else f"{role}.onnx",
             role=role,
             rows=rows,
-            kv_len=options.max_kvcache_len,
+            kv_len=kv_len,
             head=options.head_of(rows),
             opset=options.opset,
             ir_version=IR_VERSION,
-            inputs=graph_inputs(config, options, rows),
+            inputs=graph_inputs(config, options, rows, kv_len),
             outputs=graph_outputs(config, options, rows),
         )
-        for name, role, rows in (
-            *((f"prefill_c{rows}" if several else "prefill", "prefill", rows) for rows in prefill),
-            ("decode", "decode", 1),
-        )
+        for name, role, rows in (*((f"prefill_c{rows}", "prefill", rows) for rows in prefill), ("decode", "decode", 1))
+        for kv_len in reversed(lengths)  # a reader of one length finds that of C first
+        if rows <= kv_len
     ]
     tables = {name: table.info for name, table in host_tables(checkpoint, options).items()}
     stored = [*(weight.shape for weight in graph_weights(checkpoint, options)), *table_shapes(config).values()]

@@ -254,8 +254,11 @@ class WeightlessBackend:
 class LiteralHost:
     """The host as the contract words it for a first prompt: the full mask is cut, the cache is concatenated."""
 
-    def __init__(self, bundle: Bundle, backend: Backend, rows: int | None = None) -> None:
-        """rows: of the prefill graph, whichever others there are; by default the largest."""
+    def __init__(self, bundle: Bundle, backend: Backend, rows: int | None = None, kv_len: int | None = None) -> None:
+        """rows: of the prefill graph, whichever others there are; by default the largest.
+
+        kv_len: the visible length C' of the graphs that serve while P + c <= C', where there are such.
+        """
         m = self._m = bundle.manifest
         self._backend = backend
         tables = {"embeds": m.embedding, "per_layer_inputs": m.per_layer_embedding}
@@ -263,8 +266,10 @@ class LiteralHost:
             role: EmbeddingTable(bundle.path / info.file, info) for role, info in tables.items() if info is not None
         }
         rows = m.chunk_size if rows is None else rows
-        self._prefill = next(graph for graph in m.graphs if graph.role == "prefill" and graph.rows == rows)
-        self._decode = next(graph for graph in m.graphs if graph.role == "decode")
+        whole = [graph for graph in m.graphs if graph.kv_len == m.max_kvcache_len]
+        self._prefill = next(graph for graph in whole if graph.role == "prefill" and graph.rows == rows)
+        self._decode = next(graph for graph in whole if graph.role == "decode")
+        self._shorter = {(graph.role, graph.rows): graph for graph in m.graphs if graph.kv_len == kv_len}
 
     def follow(self, ids: Sequence[int], tokens: Sequence[int]) -> Trail:
         """A prompt, chunk by chunk, then the given tokens one by one."""
@@ -312,7 +317,17 @@ class LiteralHost:
         m = self._m
         rows = slice(start, start + graph.rows)
         positions = np.maximum(np.cumsum(real) - 1, 0)
-        feeds = dict(past)
+        shorter = self._shorter.get((graph.role, graph.rows))
+        if shorter is not None and int(np.sum(real[:start])) + graph.rows <= shorter.kv_len:
+            graph = shorter
+        key_names = {value.name for value in graph.inputs if value.role == "past_key"}
+        axes = {name: SLOT_AXES[m.kv_layout][name not in key_names] for name, _ in m.kv_pairs}
+        feeds = {}
+        for value in graph.inputs:
+            if value.name in past:  # the last slots of the cache
+                axis, whole = axes[value.name], past[value.name]
+                slots = range(whole.shape[axis] - value.shape[axis], whole.shape[axis])
+                feeds[value.name] = np.ascontiguousarray(np.take(whole, slots, axis))
         for value in graph.inputs:
             if value.role == "ids":
                 feeds[value.name] = padded[None, rows].astype(value.dtype)
@@ -331,11 +346,9 @@ class LiteralHost:
         outputs = self._backend.run(graph, feeds)
         logits = np.array(outputs["logits"][0])
         token_rows = real[rows] == 1
-        key_names = {value.name for value in graph.inputs if value.role == "past_key"}
         for name, new in m.kv_pairs:
-            axis = SLOT_AXES[m.kv_layout][name not in key_names]
-            past[name] = roll(past[name], outputs[new], axis)  # with the pads, which the contract allows
-            pieces.setdefault(name, []).append(tokens_first(outputs[new], m.kv_layout, axis)[token_rows])
+            past[name] = roll(past[name], outputs[new], axes[name])  # with the pads, which the contract allows
+            pieces.setdefault(name, []).append(tokens_first(outputs[new], m.kv_layout, axes[name])[token_rows])
         return logits
 
 

@@ -28,6 +28,7 @@ class ExportOptions:
     max_lm_input_len: int  # L
     chunk_sizes: tuple[int, ...]  # rows of the prefill graphs, ascending
     max_kvcache_len: int  # C
+    context_buckets: tuple[int, ...] = ()  # visible lengths below C, ascending, each with graphs of its own
     speculate: int | None = None  # rows of the prefill graph with the logits of every row, one of the sizes or not
     kv_layout: str = "bskd"
     ids: str = "int32"
@@ -41,6 +42,11 @@ class ExportOptions:
     def prefill_rows(self) -> tuple[int, ...]:
         """Rows of every prefill graph, ascending: the chunk sizes, and those of the graph for speculation."""
         return tuple(sorted({*self.chunk_sizes, *([] if self.speculate is None else [self.speculate])}))
+
+    @property
+    def kv_lens(self) -> tuple[int, ...]:
+        """Visible lengths of the graphs, ascending; the last is C."""
+        return (*self.context_buckets, self.max_kvcache_len)
 
     @property
     def chunk_size(self) -> int:
@@ -58,6 +64,7 @@ def resolve(
     max_lm_input_len: int | None = None,
     chunk_size: int | Sequence[int] | None = None,
     max_kvcache_len: int | None = None,
+    context_buckets: Sequence[int] = (),
     speculate: int | None = None,
     allow_no_room: bool = False,
     kv_layout: str = "bskd",
@@ -70,7 +77,8 @@ def resolve(
 ) -> ExportOptions:
     """Fill in the defaults (c = 128, L = 1024, C = L + 256, less where the model ends) and check everything.
 
-    chunk_size: c, or several, in any order. speculate: rows of a prefill graph with the logits of every row.
+    chunk_size: c, or several, in any order. context_buckets: visible lengths below C, in any order. speculate: rows of
+    a prefill graph with the logits of every row.
     Raises ExportError that names the flag, what was given and what is allowed.
     """
     most = config.max_position
@@ -98,6 +106,12 @@ def resolve(
             raise ExportError(f"-c is {chunk}, more than -C {slots}; allowed: 1 .. {slots}")
         if chunk in chunks[:i]:
             raise ExportError(f"-c names {chunk} twice; give each size once")
+    buckets = sorted(context_buckets)
+    for i, bucket in enumerate(buckets):
+        if not 2 <= bucket < slots:
+            raise ExportError(f"--context-buckets names {bucket}, allowed: 2 .. {slots - 1}, less than -C")
+        if bucket in buckets[:i]:
+            raise ExportError(f"--context-buckets names {bucket} twice; give each length once")
     if speculate is not None and not 2 <= speculate <= slots:
         raise ExportError(f"--speculate is {speculate}, allowed: 2 .. {slots}, which is -C")
     if length > slots:
@@ -123,6 +137,7 @@ def resolve(
         max_lm_input_len=length,
         chunk_sizes=tuple(chunks),
         max_kvcache_len=slots,
+        context_buckets=tuple(buckets),
         speculate=speculate,
         kv_layout=kv_layout,
         ids=ids,
@@ -154,9 +169,16 @@ def layer_infos(config: DecoderConfig, options: ExportOptions) -> list[LayerInfo
     ]
 
 
-def graph_inputs(config: DecoderConfig, options: ExportOptions, rows: int) -> list[ValueInfo]:
-    """Inputs of the graph of `rows` rows, in order."""
-    layers = layer_infos(config, options)
+def visible(layers: list[LayerInfo], kv_len: int) -> list[LayerInfo]:
+    """The slots of each layer that a graph of the visible length `kv_len` takes: the last min(C', Cs)."""
+    return [replace(layer, kv_len=min(layer.kv_len, kv_len)) for layer in layers]
+
+
+def graph_inputs(
+    config: DecoderConfig, options: ExportOptions, rows: int, kv_len: int | None = None
+) -> list[ValueInfo]:
+    """Inputs of the graph of `rows` rows, in order. kv_len: its visible length C', by default C."""
+    layers = visible(layer_infos(config, options), kv_len or options.max_kvcache_len)
     if options.input == "ids":
         values = [ValueInfo(name="input_ids", shape=[1, rows], dtype=options.ids, role="ids")]
     else:

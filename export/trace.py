@@ -73,14 +73,21 @@ class Kit(torch.nn.Module):
         return tuple(outputs)
 
 
-def trace_graphs(config: DecoderConfig, options: ExportOptions, rows: Sequence[int]) -> list[onnx.ModelProto]:
+def trace_graphs(
+    config: DecoderConfig, options: ExportOptions, rows: Sequence[int], kv_lens: Sequence[int] | None = None
+) -> list[onnx.ModelProto]:
     """A graph for each number of rows, at TRACED_OPSET, with the parameters as inputs after those of the signature.
 
-    One pass of the exporter traces the parts of all graphs: a third of its time is setting up.
+    kv_lens: the visible length of each, by default C. One pass of the exporter traces the parts of all graphs: a third
+    of its time is setting up.
     """
     with torch.device("meta"):
         decoders = [make_decoder(config, options, count).eval() for count in rows]
-    signatures = [(graph_inputs(config, options, count), graph_outputs(config, options, count)) for count in rows]
+    lengths = [options.max_kvcache_len] * len(rows) if kv_lens is None else kv_lens
+    signatures = [
+        (graph_inputs(config, options, count, kv_len), graph_outputs(config, options, count))
+        for count, kv_len in zip(rows, lengths, strict=True)
+    ]
     with torch.no_grad():
         values = [
             decoder({value.name: _meta(value) for value in inputs})

@@ -130,6 +130,7 @@ def verify_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: Callable[[st
         )
     reference = Reference(checkpoint, m.max_kvcache_len)
     sizes = m.prefill_rows
+    lengths = [(c, kv_len) for c in sizes for kv_len in reversed(m.kv_lens)]
     prompts = {c: proof_prompts(bundle, c) for c in sizes}
     every = {len(ids): ids for c in sizes for ids in prompts[c]}
     mixed = min(sum(sizes) + 1, m.max_lm_input_len)  # takes a run of every size, where it is not cut
@@ -150,16 +151,16 @@ def verify_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: Callable[[st
 
     progress("torch decoder")
     decoder = TorchBackend(checkpoint, options_of(m))
-    for c in sizes:
-        judge(_rung("torch", m, c), prompts[c], LiteralHost(bundle, decoder, c).follow)
+    for c, kv_len in lengths:
+        judge(_rung("torch", m, c, kv_len), prompts[c], LiteralHost(bundle, decoder, c, kv_len).follow)
     progress("graphs as traced")
     traced = _traced_backend(bundle, checkpoint)
-    for c in sizes:
-        judge(_rung("traced", m, c), prompts[c], LiteralHost(bundle, traced, c).follow)
+    for c, kv_len in lengths:
+        judge(_rung("traced", m, c, kv_len), prompts[c], LiteralHost(bundle, traced, c, kv_len).follow)
     progress("graphs of the bundle")
     engine = OrtBackend(bundle)
-    for c in sizes:
-        judge(_rung("graph", m, c), prompts[c], LiteralHost(bundle, engine, c).follow)
+    for c, kv_len in lengths:
+        judge(_rung("graph", m, c, kv_len), prompts[c], LiteralHost(bundle, engine, c, kv_len).follow)
     for c in (graph.rows for graph in m.graphs if graph.role == "prefill" and graph.head == "all"):
         host = LiteralHost(bundle, engine, c)
         for ids in prompts[c]:
@@ -184,9 +185,10 @@ def verify_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: Callable[[st
     return report
 
 
-def _rung(name: str, m: Manifest, c: int) -> str:
-    """A rung's name, with the rows of the prefill graph where there are several."""
-    return name if len(m.prefill_rows) == 1 else f"{name} c={c}"
+def _rung(name: str, m: Manifest, c: int, kv_len: int | None = None) -> str:
+    """A rung's name, with the rows of the prefill graph where there are several, and a visible length below C."""
+    size = "" if len(m.prefill_rows) == 1 else f" c={c}"
+    return name + size + ("" if kv_len in (None, m.max_kvcache_len) else f" k={kv_len}")
 
 
 def _session(bundle: Bundle, backend: Backend, c: int | None) -> Session:
@@ -254,7 +256,7 @@ def follow_session(session: Session, ids: Sequence[int], tokens: Sequence[int]) 
     trail = Trail([session.prefill(ids)])
     trail.logits += [session.decode(token) for token in tokens]
     m = session.manifest
-    decode = next(graph for graph in m.graphs if graph.role == "decode")
+    decode = session.loaded.decode
     feeds = session.feeds(decode, Run(1, 0), [0])
     for value in decode.inputs:
         if value.role in ("past_key", "past_value"):
@@ -300,7 +302,8 @@ def feed_rows(rung: str, bundle: Bundle, engine: Backend, c: int | None, prompts
 def _traced_backend(bundle: Bundle, checkpoint: Checkpoint) -> WeightlessBackend:
     """The graphs before the passes, traced again, with the bundle's own weights."""
     infos = bundle.manifest.graphs
-    graphs = trace_graphs(checkpoint.config, options_of(bundle.manifest), [info.rows for info in infos])
+    sizes = [info.rows for info in infos], [info.kv_len for info in infos]
+    graphs = trace_graphs(checkpoint.config, options_of(bundle.manifest), *sizes)
     for info, graph in zip(infos, graphs, strict=True):
         graph.ir_version = info.ir_version
     files = dict(zip((info.file for info in infos), graphs, strict=True))

@@ -39,7 +39,7 @@ class RollingBuffer:
 
         fixed: the window never moves; there is no slack then, and a roll of any size copies the window.
         """
-        self.shape = shape
+        self.shape, self._axis = shape, axis
         self.slots, self.slack = shape[axis], 0 if fixed else slack
         self._blocks, self._unit = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
         self._size = math.prod(shape)
@@ -100,6 +100,18 @@ class RollingBuffer:
             self._move(0, shift, self._size - shift)
             self.start = count
         self.start -= count
+
+    def resize(self, slots: int) -> None:
+        """Lay the window out anew with so many slots, at most as many as at first: the newest stay, zeros before them.
+
+        Where R = 1 that is not needed: the last slots of the window are one stretch already.
+        """
+        kept = self.blocks()[:, max(0, self.slots - slots) :].copy()
+        shape = (*self.shape[: self._axis], slots, *self.shape[self._axis + 1 :])
+        size, copied = math.prod(shape), self.copied_bytes + kept.nbytes
+        self.slots, self.shape, self._size = slots, shape, size  # in one statement, in which no Ctrl-C arrives
+        self.load(kept)
+        self.copied_bytes = copied
 
     def load(self, slots: NDArray[np.floating]) -> None:
         """Fill the last slots with slots (R, count, U); the others are zero."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +34,7 @@ def run_command(options: argparse.Namespace) -> int:
             raise UsageError("--logprobs goes with --json")
         generation["logprobs"] = options.logprobs
     if options.save_prefix is not None:
-        _check_output("--save-prefix", options.save_prefix, options.bundle)
+        _check_output("--save-prefix", options.save_prefix)
     session = _open_session(options)
     chat = Chat(session)
     keep = None if options.save_prefix is None else _PrefixKeeper(session, options.save_prefix)
@@ -108,13 +109,26 @@ def chat_command(options: argparse.Namespace) -> int:
 
 
 def _open_session(options: argparse.Namespace) -> Session:
+    from rollkv.runtime.align import PromptError
+    from rollkv.runtime.prefix import name_fault
     from rollkv.runtime.session import Session
 
     prefix = options.load_prefix
-    if prefix is not None and not Path(prefix).is_file():
-        why = "not a file" if Path(prefix).exists() else "no such file"
+    if prefix is not None and not os.path.isfile(prefix):
+        why = name_fault(prefix) or ("not a file" if os.path.exists(prefix) else "no such file")
         raise UsageError(f"--load-prefix {prefix or repr(prefix)}: {why}; give one that run --save-prefix wrote")
-    session = Session(options.bundle, **session_options(options))
+    try:
+        session = Session(options.bundle, **session_options(options))
+    except PromptError as error:
+        if options.chunk_size is None:
+            raise
+        raise UsageError(f"--chunk-size {options.chunk_size}: {error}") from None
+    m = session.manifest
+    if options.sinks is not None and options.sinks >= m.max_kvcache_len:
+        raise UsageError(f"--sinks is {options.sinks}, allowed: 1 .. {m.max_kvcache_len - 1}, less than C")
+    for token, _ in options.logit_bias:
+        if token >= m.vocab_size:
+            raise UsageError(f"--logit-bias names token id {token}, allowed: 0 .. {m.vocab_size - 1}")
     if getattr(options, "check", False):
         session.bundle.check()
     if options.measure:
@@ -176,18 +190,21 @@ def _answer(reply: Reply) -> dict[str, Any]:
     }
 
 
-def _check_output(flag: str, name: str, bundle: str) -> None:
-    """Refuse a name that `save` would refuse after the run, and one in the bundle: nothing is written there."""
+def _check_output(flag: str, name: str) -> None:
+    """Refuse a name that `save` would refuse after the run."""
+    from rollkv.runtime.prefix import in_bundle, name_fault
+
     target, shown = Path(name), f"{flag} {name or repr(name)}"
+    if fault := name_fault(name):
+        raise UsageError(f"{shown}: {fault}")
     if not name or target.is_dir():
         raise UsageError(f"{shown}: is a folder; give the name of a file")
     if not target.absolute().parent.is_dir():
         raise UsageError(f"{shown}: no such folder")
     if target.exists() and not target.is_file():
         raise UsageError(f"{shown}: exists and is no file that could be replaced")
-    folders = {*target.resolve().parents, target.absolute().parent.resolve()}
-    if Path(bundle).resolve() in folders:
-        raise UsageError(f"{shown}: lies in the bundle, into which nothing is written; give another folder")
+    if in_bundle(target):
+        raise UsageError(f"{shown}: lies in a bundle, into which nothing is written; give another folder")
 
 
 def _read_prompt(name: str) -> str:

@@ -100,8 +100,9 @@ class GraphArrays:
         if self._binding is None:
             self._binding = self._loaded.bind(self.graph, {**self.feeds(), **self._outputs})
         elif starts != self._starts:
+            self._starts = []  # should one fail, the next run binds them all again
             for group in self._cache.groups:
-                self._binding.rebind(group.names, group.buffer.window())
+                self._binding.rebind(group.names, group.visible(self.graph.kv_len))
         self._starts = starts
         self._binding.run()
         return all(_all_finite(part, flags) for part, flags in self._parts)
@@ -115,7 +116,7 @@ class GraphArrays:
         return {
             value.name: window
             for group in self._cache.groups
-            for value, window in zip(group.pasts, group.buffer.window(), strict=True)
+            for value, window in zip(group.pasts, group.visible(self.graph.kv_len), strict=True)
         }
 
 

@@ -122,7 +122,9 @@ class Generation(Iterator[int]):
         if self._found and session.sequence.ahead:
             session.sequence.ahead -= 1
         elif self._found:  # the session took back what ran ahead
-            session.sequence.step(session.sequence.decode, ONE, Prompt(self.generated[-1:]), policy)
+            session.sequence.step(
+                session.sequence.arrays(session.loaded.decode), ONE, Prompt(self.generated[-1:]), policy
+            )
         elif self.generated:
             self._step()
         else:
@@ -144,7 +146,7 @@ class Generation(Iterator[int]):
         drafted = self._drafted() if report is not None else []
         drafting = time.perf_counter() - started
         if not drafted:
-            arrays = sequence.step(sequence.decode, ONE, Prompt(last), policy)
+            arrays = sequence.step(sequence.arrays(self._session.loaded.decode), ONE, Prompt(last), policy)
             self._found.append(self._pick(arrays.logits, 0))
             if report is not None:
                 report.run_seconds += drafting

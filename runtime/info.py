@@ -54,7 +54,11 @@ def describe(m: Manifest) -> list[tuple[str, str]]:
         ("mask", f"0 visible, {m.mask_value:g} hidden"),
         ("EOS ids", ", ".join(map(str, m.eos_token_ids)) or "none"),
         *(
-            ("graph", f"{g.file}: {g.role}, {g.rows} rows, logits of {g.head}, opset {g.opset}, IR {g.ir_version}")
+            (
+                "graph",
+                f"{g.file}: {g.role}, {g.rows} rows, {g.kv_len} slots, logits of {g.head}, opset {g.opset}, "
+                f"IR {g.ir_version}",
+            )
             for g in m.graphs
         ),
         ("weights", f"{m.weights.file}: {m.files[m.weights.file].size / _MIB:.1f} MiB"),

@@ -32,6 +32,15 @@ class Group:
     axis: int  # of the slots, in the shape of one tensor
     window: int | None
     buffer: RollingBuffer
+    slots: int  # of the window when it sees C; the buffer's may be fewer, see KvCache.fit
+
+    def visible(self, kv_len: int) -> Array:
+        """The last min(C', slots) slots of all tensors, which a graph of the visible length C' reads: a view."""
+        window, count = self.buffer.window(), min(kv_len, self.slots)
+        if count == self.buffer.slots:
+            return window
+        assert self.axis == 1, f"a window of {self.buffer.slots} slots must be laid out anew for {count}"
+        return window[:, :, self.buffer.slots - count :]
 
     def shape_of(self, rows: int) -> tuple[int, ...]:
         """Shape of the new tokens of a run of `rows` rows, all tensors together."""
@@ -68,7 +77,8 @@ class KvCache:
             )
             names = tuple(value.name for value in values)
             news = tuple(new_of[name] for name in names)
-            self.groups.append(Group(tuple(values), names, news, axis, window, buffer))
+            self.groups.append(Group(tuple(values), names, news, axis, window, buffer, shape[axis]))
+        self.kv_len = 0  # for which the windows are laid out; 0: for any, as they are in bskd and where nothing is held
         self._first = [0] * len(self.groups)  # position of the oldest token that each group holds
         self._pinned: list[Array] = []  # the first tokens as they were stored, one array per group without a window
 
@@ -87,8 +97,23 @@ class KvCache:
         """Whether a layer without a window has dropped a token."""
         return any(first > 0 and group.window is None for first, group in zip(self._first, self.groups, strict=True))
 
+    def fit(self, kv_len: int) -> None:
+        """Lay the windows out for a graph of the visible length C', which is not below `kv_len` now.
+
+        In bskd the last slots of a window lie in one stretch, and nothing is done.
+        """
+        if self._m.kv_layout == "bskd" or kv_len == self.kv_len:
+            return
+        assert kv_len > self.kv_len
+        for group in self.groups:
+            slots = min(kv_len, group.slots)
+            if slots != group.buffer.slots:
+                group.buffer.resize(slots)
+        self.kv_len = kv_len
+
     def reset(self) -> None:
         """All slots zero."""
+        self.kv_len = 0
         self._first = [0] * len(self.groups)
         self._pinned = []
         for group in self.groups:
@@ -131,7 +156,7 @@ class KvCache:
         fits = len(parts) == len(self.groups)
         for part, group in zip(parts, self.groups, strict=False):
             (tensors, blocks, count, unit), held = part.data.shape, group.buffer.blocks()
-            fits = fits and part.window == group.window and part.data.dtype == held.dtype and count <= held.shape[1]
+            fits = fits and part.window == group.window and part.data.dtype == held.dtype and count <= group.slots
             fits = fits and (tensors, tensors * blocks, unit) == (len(group.pasts), held.shape[0], held.shape[2])
         if not fits:
             raise LimitError("the saved tokens belong to a cache of other sizes")
@@ -139,6 +164,8 @@ class KvCache:
     def load(self, parts: Sequence[CachePart]) -> None:
         """Hold what `parts` gave, which `check` has passed."""
         self.reset()
+        position = max(part.first + part.data.shape[2] for part in parts)
+        self.fit(next((kv_len for kv_len in self._m.kv_lens if kv_len >= position), self._m.max_kvcache_len))
         for index, (part, group) in enumerate(zip(parts, self.groups, strict=True)):
             tensors, blocks, count, unit = part.data.shape
             group.buffer.load(part.data.reshape(tensors * blocks, count, unit))

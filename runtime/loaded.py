@@ -46,13 +46,19 @@ class LoadedBundle:
             raise BundleError(f"bundle is {bundle!r}, allowed: the folder that `rollkv export` wrote")
         self.bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
         m = self.bundle.manifest
-        graphs = sorted((graph for graph in m.graphs if graph.role == "prefill"), key=lambda graph: graph.rows)
-        self.prefill: dict[int, GraphInfo] = {graph.rows: graph for graph in graphs}
-        self.decode: GraphInfo = next(graph for graph in m.graphs if graph.role == "decode")
+        graphs = sorted((g for g in m.graphs if g.role in ("prefill", "decode")), key=lambda graph: graph.kv_len)
+        whole = [graph for graph in graphs if graph.kv_len == m.max_kvcache_len]
+        prefill = sorted((graph for graph in whole if graph.role == "prefill"), key=lambda graph: graph.rows)
+        self.prefill: dict[int, GraphInfo] = {graph.rows: graph for graph in prefill}  # those that see C slots
+        self.decode: GraphInfo = next(graph for graph in whole if graph.role == "decode")
+        self._lengths = {
+            each.file: [graph for graph in graphs if (graph.role, graph.rows) == (each.role, each.rows)]
+            for each in whole
+        }
         self.costs = {} if costs is None else self._read_costs(costs)
         if backend is None:
-            graphs = [graph for graph in graphs if chunk_sizes is None or graph.rows in chunk_sizes]
-            backend = OrtBackend(self.bundle, threads, low_memory, [*graphs, self.decode])
+            graphs = [g for g in graphs if g.role == "decode" or chunk_sizes is None or g.rows in chunk_sizes]
+            backend = OrtBackend(self.bundle, threads, low_memory, graphs)
         self.backend: Backend = backend
         roles = {value.role for value in self.decode.inputs}
         self.tables = {
@@ -83,6 +89,14 @@ class LoadedBundle:
         if not sizes:
             raise PromptError(f"no chunk size is given; this bundle has {', '.join(map(str, there))}")
         return sorted(set(sizes))
+
+    def serving(self, graph: GraphInfo, past: int, least: int = 0) -> GraphInfo:
+        """The graph of as many rows, and of the smallest visible length C' >= least with P + c <= C'.
+
+        graph: one that sees C slots; it serves where none is smaller, and whenever tokens are forgotten.
+        """
+        needed = max(past + graph.rows, least)
+        return next((each for each in self._lengths[graph.file] if each.kv_len >= needed), graph)
 
     @cached_property
     def verifier(self) -> GraphInfo | None:

@@ -53,7 +53,11 @@ class ValueInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphInfo:
-    """One .onnx file: `rows` tokens a run, `kv_len` slots that a query of a layer without a window can see."""
+    """One .onnx file: `rows` tokens a run, `kv_len` slots that a query of a layer without a window can see.
+
+    kv_len is C, or less: such a graph takes the last min(kv_len, Cs) slots of each layer, and runs while P + rows is
+    at most kv_len.
+    """
 
     file: str
     role: str  # "prefill" or "decode"
@@ -167,6 +171,11 @@ class Manifest:
     def prefill_rows(self) -> list[int]:
         """Rows of every prefill graph, ascending."""
         return self.chunk_sizes or [self.chunk_size]
+
+    @property
+    def kv_lens(self) -> list[int]:
+        """Visible lengths of the decode graphs, ascending; the last is C."""
+        return sorted(graph.kv_len for graph in self.graphs if graph.role == "decode")
 
     @property
     def three_part(self) -> bool:

@@ -51,12 +51,17 @@ def check_manifest(m: Manifest, where: str) -> None:
     _check_fields(m, need)
     roles = [graph.role for graph in m.graphs]
     need("prefill" in roles and "decode" in roles, "graphs must hold a prefill and a decode graph")
-    need(roles.count("decode") == 1, f"graphs hold {roles.count('decode')} decode graphs, must be one")
     driven = [graph for graph in m.graphs if graph.role in ("prefill", "decode")]
     for graph in driven:
         _check_sizes(m, graph, need)
-    rows = [graph.rows for graph in driven if graph.role == "prefill"]
+    whole = [graph for graph in driven if graph.kv_len == m.max_kvcache_len]
+    count = sum(graph.role == "decode" for graph in whole)
+    need(count == 1, f"graphs hold {count} decode graphs of kv_len {m.max_kvcache_len}, must be one")
+    rows = [graph.rows for graph in whole if graph.role == "prefill"]
     need(rows == m.prefill_rows, f"prefill graphs have the rows {rows}, must be chunk_sizes in order, {m.prefill_rows}")
+    sizes = [(graph.role, graph.rows, graph.kv_len) for graph in driven]
+    twice = next((graph for graph, size in zip(driven, sizes, strict=True) if sizes.count(size) > 1), None)
+    need(twice is None, f"graph {twice and twice.file}: another one has the same role, rows and kv_len")
     _check_layers(m, need)
     for name, rope in m.rope.items():
         _check_rope(rope, f"rope[{name!r}]", need)
@@ -129,7 +134,7 @@ def _check_sizes(m: Manifest, graph: GraphInfo, need: Need) -> None:
         graph.role == "decode" or graph.rows in m.prefill_rows,
         f"{what}: rows is {graph.rows}, must be one of chunk_sizes, {m.prefill_rows}",
     )
-    need(graph.kv_len == most, f"{what}: kv_len is {graph.kv_len}, must be max_kvcache_len, {most}")
+    need(graph.rows <= graph.kv_len <= most, f"{what}: kv_len is {graph.kv_len}, must be in {graph.rows} .. {most}")
     need(graph.head in HEADS, f"{what}: head {graph.head!r} is not supported; supported: {', '.join(HEADS)}")
 
 
@@ -242,9 +247,9 @@ def _check_values(m: Manifest, graph: GraphInfo, values: Iterable[ValueInfo], ro
             continue
         source = m.layers[value.layer].kv_from
         need(source is None, f"{what} belongs to layers[{value.layer}], which has no cache: it reads that of {source}")
-        if value.role in PAST_ROLES:
+        if value.role in PAST_ROLES and graph.role in ("prefill", "decode"):
             slots = value.shape[SLOT_AXES[m.kv_layout][value.role == "past_value"]]
-            kv_len = m.layers[value.layer].kv_len
+            kv_len = min(m.layers[value.layer].kv_len, graph.kv_len)
             need(slots == kv_len, f"{what} has {slots} slots, layers[{value.layer}] says kv_len {kv_len}")
 
 
@@ -265,7 +270,7 @@ def _check_roles(m: Manifest, graph: GraphInfo, need: Need) -> None:
     for value in found:
         need(value.shape == shape, f"graph {graph.file}: position_ids has shape {value.shape}, must be {shape}")
     for role, windowed in (("attention_mask", False), ("sliding_attention_mask", True)):
-        lengths = {layer.kv_len for layer in m.layers if (layer.window is not None) == windowed}
+        lengths = {min(layer.kv_len, graph.kv_len) for layer in m.layers if (layer.window is not None) == windowed}
         masks = [value.shape for value in graph.inputs if value.role == role]
         wanted = [[1, 1, graph.rows, length] for length in sorted(lengths)]
         need(masks == wanted, f"graph {graph.file}: {role} has the shapes {masks}, the layers need {wanted}")
@@ -315,7 +320,7 @@ def _check_caches(m: Manifest, graph: GraphInfo, need: Need) -> None:
             need(len(found) == 1, f"graph {graph.file}: {len(found)} values are the {role} of layers[{i}], must be one")
             shape = [1, layer.kv_heads, layer.head_dim]  # and the slots between them
             axis = SLOT_AXES[m.kv_layout][role in ("past_value", "new_value")]
-            shape.insert(axis, graph.rows if role in NEW_ROLES else layer.kv_len)
+            shape.insert(axis, graph.rows if role in NEW_ROLES else min(layer.kv_len, graph.kv_len))
             need(
                 found[0].shape == shape,
                 f"graph {graph.file}: {found[0].name} has shape {found[0].shape}, must be {shape}: {m.kv_layout} and "

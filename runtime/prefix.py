@@ -50,6 +50,8 @@ def save_prefix(path: str | Path, snapshot: Snapshot) -> None:
     writing fails. Whatever fails, `path` is then as it was, and nothing is left beside it.
     """
     final = Path(_file_name(path))
+    if fault := name_fault(final):
+        raise PrefixError(f"{str(final)[:100]!r}: {fault}; give another name")
     pieces = _layout(snapshot, str(final))
     if os.path.isdir(final):
         raise PrefixError(f"{final}: a folder; give the name of a file")
@@ -57,6 +59,8 @@ def save_prefix(path: str | Path, snapshot: Snapshot) -> None:
         raise PrefixError(f"{final}: exists and is not a file; give another name")
     if not os.path.isdir(final.parent):
         raise PrefixError(f"{final}: there is no folder {final.parent}; make it first")
+    if in_bundle(final):
+        raise PrefixError(f"{final}: lies in a bundle, into which nothing is written; give another folder")
     work = final.parent / f".rollkv-{secrets.token_hex(8)}.part"
     try:
         with open(work, "xb") as file:
@@ -65,11 +69,36 @@ def save_prefix(path: str | Path, snapshot: Snapshot) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(work, final)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(work)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(final), None  # not the one beside it
         raise
     _sync_folder(final.parent)
+
+
+def name_fault(path: str | Path) -> str | None:
+    """Why no file can have this name, whether one is there or not; None when one can."""
+    try:
+        os.stat(path)
+    except ValueError as error:  # a zero byte
+        return str(error)
+    except OSError as error:
+        return error.strerror if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else None
+    return None
+
+
+def in_bundle(path: Path) -> bool:
+    """Whether a file of this name would lie in the folder of a bundle, also through a link."""
+    for folder in {*path.resolve().parents, path.absolute().parent.resolve()}:
+        try:
+            manifest = json.loads((folder / "manifest.json").read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(manifest, dict) and {"format", "rollkv", "graphs"} <= manifest.keys():
+            return True
+    return False
 
 
 def load_prefix(path: str | Path, bundle: str) -> Snapshot:
@@ -107,6 +136,9 @@ def load_prefix(path: str | Path, bundle: str) -> Snapshot:
     digest = hashlib.sha256(raw[start:].data)
     if digest.hexdigest() != header.get("sha256"):
         raise PrefixError(f"{name}: its data is not what its sha256 says: changed or damaged; save it again")
+    for i, cached in enumerate(parts):
+        if not all(np.isfinite(tensor).all() for tensor in cached.data):
+            raise PrefixError(f"{name}: parts[{i}]: its data holds a number that is not finite; save it again")
     offsets = tuple((count, shift) for count, shift in header["offsets"])
     return Snapshot(bundle, tuple(tokens), header["known"], offsets, tuple(parts))
 
@@ -217,7 +249,10 @@ def _check_tokens(header: dict[str, Any], name: str) -> None:
             raise PrefixError(f"{name}: tokens[{i}] is {_short(token)}, must be an id, or -1")
     if not _is_int(known, 0, len(tokens)) or -1 in tokens[:known]:
         raise PrefixError(f"{name}: known is {_short(known)}, must count tokens of 0 .. {len(tokens)} that are ids")
-    for i, pair in enumerate(_list(header, "offsets", name)):
+    offsets, rotary = _list(header, "offsets", name), 0
+    if not offsets or offsets[0] != [0, 0]:
+        raise PrefixError(f"{name}: offsets is {_short(offsets)}, must begin with [0, 0]")
+    for i, pair in enumerate(offsets):
         if not (
             isinstance(pair, list)
             and len(pair) == 2
@@ -227,7 +262,11 @@ def _check_tokens(header: dict[str, Any], name: str) -> None:
             raise PrefixError(
                 f"{name}: offsets[{i}] is {_short(pair)}, must be [count in {last + 1} .. {len(tokens)}, whole number]"
             )
-        last = pair[0]
+        if sum(pair) < rotary:
+            raise PrefixError(
+                f"{name}: offsets[{i}] is {_short(pair)}: positions go back; their sum is at least {rotary}"
+            )
+        last, rotary = pair[0], sum(pair)
 
 
 def _check_part(part: dict[str, Any], tokens: int, where: str) -> int:
@@ -247,8 +286,12 @@ def _check_part(part: dict[str, Any], tokens: int, where: str) -> int:
             f"{where}: first is {_short(part.get('first'))} with {shape[2]} slots, their sum must be {tokens}, "
             "the number of tokens"
         )
-    if part.get("window") is not None and not _is_int(part["window"], 1, _INT_MAX):
-        raise PrefixError(f"{where}: window is {_short(part['window'])}, must be a whole number from 1, or null")
+    window = part.get("window")
+    if window is not None and not _is_int(window, 1, _INT_MAX):
+        raise PrefixError(f"{where}: window is {_short(window)}, must be a whole number from 1, or null")
+    most = 0 if window is None else max(0, tokens - (window - 1))
+    if part["first"] > most:
+        raise PrefixError(f"{where}: first is {part['first']}, but what the next token sees begins at {most}")
     return math.prod(shape) * np.dtype(_STORED[dtype]).itemsize
 
 

@@ -55,18 +55,19 @@ class TokenSequence:
         """slack, fixed: of the caches, see `KvCache`."""
         self.loaded = loaded
         self.cache = KvCache(loaded.manifest, loaded.decode, max(loaded.prefill), slack, fixed)
-        self.decode = GraphArrays(loaded, loaded.decode, self.cache)
-        self._prefill: dict[int, GraphArrays] = {}  # by rows, made when first used
+        self._arrays: dict[str, GraphArrays] = {}  # by file, made when first used
         self.changes = 0  # how often the tokens were changed: who finds another number has missed something
-        self._clear()
-
-    def _clear(self) -> None:
-        self.changes += 1
         self.tokens: list[int] = []
         self.known = 0  # leading tokens that came by id alone: no others can be matched by id
         self.ahead = 0  # of the tokens, those that a speculating generation has not given out yet
         self.policy: Policy | None = None  # by which tokens were forgotten
         self._offsets = [(0, 0)]  # (token count, rotary position of the next token - count), where it changes
+        self._stale = False  # whether the cache still holds what was forgotten by `_clear`
+
+    def _clear(self) -> None:
+        """No token. In one statement, in which no Ctrl-C arrives: it would find half of it."""
+        self.changes += 1
+        self._stale, self.tokens, self.known, self.ahead, self.policy, self._offsets = True, [], 0, 0, None, [(0, 0)]
 
     @property
     def position(self) -> int:
@@ -84,15 +85,31 @@ class TokenSequence:
         return count + self._offset_at(count)
 
     def arrays(self, graph: GraphInfo) -> GraphArrays:
-        """Those of a prefill graph."""
-        if graph.rows not in self._prefill:
-            self._prefill[graph.rows] = GraphArrays(self.loaded, graph, self.cache)
-        return self._prefill[graph.rows]
+        """Those of a graph, or of one of a smaller visible length that can take its next run. graph: one of C."""
+        return self.exactly(self.loaded.serving(graph, self.position, self.cache.kv_len))
+
+    def exactly(self, graph: GraphInfo) -> GraphArrays:
+        """Those of this graph, for which the caches are laid out."""
+        if graph.file not in self._arrays:
+            self._arrays[graph.file] = GraphArrays(self.loaded, graph, self.cache)
+        self._clean()
+        try:
+            self.cache.fit(graph.kv_len)
+        except BaseException:  # Ctrl-C between two groups of the cache
+            self.reset()
+            raise
+        return self._arrays[graph.file]
 
     def reset(self) -> None:
         """No token; every slot is zero."""
         self._clear()  # first: whatever stops the rest, no token is left that the cache does not hold
-        self.cache.reset()
+        self._clean()
+
+    def _clean(self) -> None:
+        """Empty the cache where no token is left in it: a Ctrl-C may have stopped that the first time."""
+        if self._stale:
+            self.cache.reset()
+            self._stale = False
 
     def rewind(self, position: int) -> None:
         """Go back to the first `position` tokens, which the cache allows."""
@@ -135,25 +152,28 @@ class TokenSequence:
         past = self.position
         forgets = past + run.rows > self.loaded.manifest.max_kvcache_len
         arrays.fill(run, past, self.rotary_at(past), prompt)
-        with self._pinned(run, policy) if forgets and policy.sinks else contextlib.nullcontext():
-            if not arrays.run():
-                message = _not_finite(arrays)
-                arrays.clear()
-                raise NonFiniteLogits(message)
-        count = len(prompt) if accept is None else accept(arrays.row_logits)
+        rolling = False
         try:
-            self.changes += 1
-            self.cache.roll(arrays.new, run.pads, run.pads + count, past + count)
-            self.ahead = 0 if accept is None else count - 1
-            if prompt.embeds is None and prompt.positions is None and self.known == past:
-                self.known += count
-            self.tokens += prompt.ids[:count]
-            for index, end in enumerate([] if ends is None else ends[:count].tolist()):
-                self._note_offset(past + index + 1, end - (past + index + 1))
-            if forgets:  # a model whose layers all have a window needs none of what it forgets
-                self.policy = policy if self.cache.forgot else None
-        except BaseException:  # Ctrl-C between two groups of the cache: they would be a token apart
-            self.reset()
+            with self._pinned(run, policy) if forgets and policy.sinks else contextlib.nullcontext():
+                if not arrays.run():
+                    message = _not_finite(arrays)
+                    arrays.clear()
+                    raise NonFiniteLogits(message)
+                count = len(prompt) if accept is None else accept(arrays.row_logits)
+                rolling = True
+                self.changes += 1
+                self.cache.roll(arrays.new, run.pads, run.pads + count, past + count)
+                self.ahead = 0 if accept is None else count - 1
+                if prompt.embeds is None and prompt.positions is None and self.known == past:
+                    self.known += count
+                self.tokens += prompt.ids[:count]
+                for index, end in enumerate([] if ends is None else ends[:count].tolist()):
+                    self._note_offset(past + index + 1, end - (past + index + 1))
+                if forgets:  # a model whose layers all have a window needs none of what it forgets
+                    self.policy = policy if self.cache.forgot else None
+        except BaseException:
+            if rolling:  # Ctrl-C between two groups of the cache: they would be a token apart
+                self.reset()
             raise
         return arrays
 
@@ -175,12 +195,17 @@ class TokenSequence:
         """Become what a snapshot was. Raises LimitError when it is of another bundle or cache."""
         if snapshot.bundle != self.loaded.sha256:
             raise LimitError("the saved tokens belong to another bundle")
+        m, most = self.loaded.manifest, max(snapshot.tokens)
+        if most >= m.vocab_size:
+            raise LimitError(f"the saved tokens hold the id {most}, the vocabulary ends at {m.vocab_size - 1}")
+        if len(snapshot.tokens) + snapshot.offsets[-1][1] > m.max_position:
+            raise LimitError(f"the saved tokens reach a rotary position beyond the model's {m.max_position}")
         self.cache.check(snapshot.parts)
+        tokens, offsets = list(snapshot.tokens), list(snapshot.offsets)
         self._clear()
         try:
             self.cache.load(snapshot.parts)
-            self.tokens, self.known = list(snapshot.tokens), snapshot.known
-            self._offsets = list(snapshot.offsets)
+            self._stale, self.tokens, self.known, self._offsets = False, tokens, snapshot.known, offsets
         except BaseException:  # Ctrl-C between two groups of the cache
             self.reset()
             raise

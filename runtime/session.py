@@ -188,7 +188,8 @@ class Session:
             admitted = self._admit(prompt, "none", None, None, self._read_policy(on_limit, sinks), False)
             sequence = self.sequence
             sequence.settle()
-            return sequence.step(sequence.decode, Run(1, 0), admitted.prompt, admitted.policy).logits.copy()
+            arrays = sequence.arrays(self.loaded.decode)
+            return sequence.step(arrays, Run(1, 0), admitted.prompt, admitted.policy).logits.copy()
 
     def generate(
         self,
@@ -311,7 +312,7 @@ class Session:
         cut, start, snapshot = n - len(kept), self.position, None
         rotary = self.sequence.rotary_at(start)
         if reuse:
-            start, snapshot = self._common(kept)
+            start, snapshot = self._common(kept, policy)
             kept = kept.part(start, len(kept))
             rotary = self.sequence.rotary_at(start) if snapshot is None else start
         new = len(kept)
@@ -332,7 +333,7 @@ class Session:
             )
         return Admitted(kept, cut, policy, start, reuse, snapshot)
 
-    def _common(self, prompt: Prompt) -> tuple[int, Snapshot | None]:
+    def _common(self, prompt: Prompt, policy: Policy) -> tuple[int, Snapshot | None]:
         """How many tokens of a whole sequence need not run again, and the stored prefix that has them."""
         if prompt.embeds is not None or prompt.positions is not None:
             return 0, None
@@ -341,6 +342,8 @@ class Session:
         end = min(self.sequence.known, self.position, most)
         same = common_length(there[:end], ids[:end])
         if same < self.position and not self.sequence.cache.can_rewind(same):
+            same = 0
+        if self.sequence.policy not in (None, policy):  # what another policy forgot is not what this one would have
             same = 0
         if self._prefixes is not None:
             found = self._prefixes.find(ids[:most], self.loaded.sha256)
@@ -360,21 +363,22 @@ class Session:
         sizes, slots = self._sizes, self.manifest.max_kvcache_len
         if policy.sinks and self.position + len(prompt) > slots:
             sizes = [size for size in sizes if size <= slots - policy.sinks] or [1]  # a run must see the pinned tokens
-        at, arrays = 0, sequence.decode
+        at, logits = 0, None
         for run in plan_runs(len(prompt), self.position, sizes, slots, self.loaded.costs):
             stop = at + run.rows - run.pads
             graph = self.loaded.prefill.get(run.rows) if run.rows in self._sizes else None
-            arrays = sequence.decode if graph is None else sequence.arrays(graph)
+            arrays = sequence.arrays(self.loaded.decode if graph is None else graph)
             sequence.step(arrays, run, prompt.part(at, stop), policy, None if ends is None else ends[at:stop])
-            at = stop
-        return arrays.logits
+            at, logits = stop, arrays.logits
+        assert logits is not None
+        return logits
 
     def feeds(self, graph: GraphInfo, run: Run, ids: Sequence[int]) -> dict[str, Array]:
         """Every input of `graph` for a run of `ids` after the tokens so far: the session's own arrays."""
         with self.lock:
             sequence = self.sequence
             sequence.settle()
-            arrays = sequence.decode if graph.role == "decode" else sequence.arrays(graph)
+            arrays = sequence.exactly(graph)
             arrays.fill(run, self.position, self.sequence.rotary_at(self.position), Prompt(list(ids)))
             return arrays.feeds()
 

@@ -151,7 +151,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
 _TRACED: dict[Any, list[bytes]] = {}
 
 
-def trace_once(config: Any, options: Any, rows: Any) -> Any:
+def trace_once(config: Any, options: Any, rows: Any, kv_lens: Any = None) -> Any:
     """`trace.trace_graphs`, which depends on nothing but the fields in the key."""
     import onnx
 
@@ -175,6 +175,7 @@ def trace_once(config: Any, options: Any, rows: Any) -> Any:
     key = (
         replace(config, family="", eos_token_ids=(), ropes=ropes),
         *rows,
+        None if kv_lens is None else tuple(kv_lens),
         *lengths,
         options.kv_layout,
         options.ids,
@@ -182,7 +183,7 @@ def trace_once(config: Any, options: Any, rows: Any) -> Any:
         options.input,
     )
     if key not in _TRACED:
-        _TRACED[key] = [model.SerializeToString() for model in trace_graphs(config, options, rows)]
+        _TRACED[key] = [model.SerializeToString() for model in trace_graphs(config, options, rows, kv_lens)]
     return [onnx.ModelProto.FromString(data) for data in _TRACED[key]]
 
 

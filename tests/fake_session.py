@@ -36,6 +36,7 @@ class FakeGeneration:
 class FakeManifest:
     max_lm_input_len: int = 200
     max_kvcache_len: int = 300
+    vocab_size: int = 320
     bos_token_id: int | None = 0
     eos_token_ids: list[int] = field(default_factory=lambda: [3])
 

@@ -53,6 +53,7 @@ def cases(draw: st.DrawFn, policy: str, drafted: bool = False) -> Case:
             "ids": draw(st.sampled_from(["int32", "int64"])),
             "dtype": draw(st.sampled_from(["float32", "float32", "float16"])),
             "most": most,
+            "buckets": draw(st.lists(numbers(2, C - 1), max_size=2, unique=True)),
         },
         session={
             "addresses": addresses,

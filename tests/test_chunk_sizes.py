@@ -307,8 +307,8 @@ def test_the_command_takes_several_sizes_in_any_order_and_says_them(run: Run, so
     for words in (
         "L = 120 prompt tokens, c = 5, 8, 64 rows a run, C = 160 slots",
         "ids, (1, c) int32",
-        "prefill_c5_k160.onnx: prefill, 5 rows, logits of all, opset 17",
-        "prefill_c64_k160.onnx: prefill, 64 rows, logits of last, opset 17",
+        "prefill_c5_k160.onnx: prefill, 5 rows, 160 slots, logits of all, opset 17",
+        "prefill_c64_k160.onnx: prefill, 64 rows, 160 slots, logits of last, opset 17",
     ):
         assert words in out
     code, out, _ = run("export", source, "-o", tmp_path / "b", *lengths)

@@ -245,8 +245,8 @@ def test_info_says_what_the_bundle_holds(run: Run, text_bundle: Bundle) -> None:
         "tïny (llama), 2 layers, H = 36, V = 320",
         "L = 120 prompt tokens, c = 8 rows a run, C = 160 slots",
         "bskd, float32, 0.0 MiB",
-        "prefill.onnx: prefill, 8 rows, logits of last, opset 17, IR ",
-        "decode.onnx: decode, 1 rows, logits of last, opset 17, IR ",
+        "prefill.onnx: prefill, 8 rows, 160 slots, logits of last, opset 17, IR ",
+        "decode.onnx: decode, 1 rows, 160 slots, logits of last, opset 17, IR ",
         "EOS ids    2, 3",
     ):
         assert words in out

@@ -64,8 +64,10 @@ ROPE = ("rope", "full")
         (("kv_pairs", 0, 0), "inputs_embeds", "kv_pairs names 'inputs_embeds', no past key or value of graph prefill"),
         (("kv_pairs", 0, 1), "logits", "kv_pairs names 'logits', no new key or value of graph prefill.onnx"),
         # lengths
-        (("max_kvcache_len",), 25, "graph prefill.onnx: kv_len is 24, must be max_kvcache_len, 25"),
-        (("graphs", 1, "kv_len"), 23, "graph decode.onnx: kv_len is 23, must be max_kvcache_len, 24"),
+        (("max_kvcache_len",), 25, "graphs hold 0 decode graphs of kv_len 25, must be one"),
+        (("graphs", 0, "kv_len"), 3, "graph prefill.onnx: kv_len is 3, must be in 4 .. 24"),
+        (("graphs", 0, "kv_len"), 23, "prefill graphs have the rows [], must be chunk_sizes in order, [4]"),
+        (("graphs", 1, "kv_len"), 23, "graphs hold 0 decode graphs of kv_len 24, must be one"),
         (("chunk_size",), 5, "chunk_size is 5, must be 4, the largest of chunk_sizes"),
         (("graphs", 0, "rows"), 3, "graph prefill.onnx: rows is 3, must be one of chunk_sizes, [4]"),
         (("layers", 0, "kv_len"), 25, "layers[0]: kv_len is 25, must be max_kvcache_len, 24"),
@@ -211,7 +213,7 @@ def test_a_manifest_without_chunk_sizes_has_one(folder):
         (("chunk_sizes",), [1, 2, 3, 4], "prefill graphs have the rows [2, 3, 4], must be chunk_sizes in order, [1,"),
         (("graphs", 1, "rows"), 2, "prefill graphs have the rows [2, 2, 4], must be chunk_sizes in order, [2, 3, 4]"),
         (("graphs", 1, "head"), "all", "prefill.onnx: logits has shape [1, 1, 23], must be [1, 3, 23] with head all"),
-        (("graphs", 1, "kv_len"), 20, "graph prefill.onnx: kv_len is 20, must be max_kvcache_len, 24"),
+        (("graphs", 1, "kv_len"), 20, "prefill graphs have the rows [2, 4], must be chunk_sizes in order, [2, 3, 4]"),
         (("graphs", 1, "outputs", 1, "shape"), [1, 4, 2, 6], "has shape [1, 4, 2, 6], must be [1, 3, 2, 6]"),
     ],
 )
@@ -229,7 +231,36 @@ def test_prefill_graphs_out_of_order_and_a_second_decode_graph_are_refused(folde
     )
     raw = several(load(folder), 2, 4)
     raw["graphs"].append(raw["graphs"][-1])
-    assert refusal(folder, raw).endswith("graphs hold 2 decode graphs, must be one")
+    assert refusal(folder, raw).endswith("graphs hold 2 decode graphs of kv_len 24, must be one")
+
+
+def test_graphs_of_a_smaller_visible_length_take_the_last_slots_and_none_is_there_twice(folder):
+    whole = load(folder)
+    raw = shorter(whole, 12)
+    store(folder, raw)
+    assert open_bundle(folder).manifest.kv_lens == [12, 24]
+    raw["graphs"].append(raw["graphs"][-1])
+    assert "graph decode.onnx: another one has the same role, rows and kv_len" in refusal(folder, raw)
+    for name, slots, wanted in (("attention_mask", 13, 12), ("past_key_0", 11, 12), ("past_key_1", 7, 8)):
+        raw = shorter(whole, 12)
+        value = next(value for value in raw["graphs"][-1]["inputs"] if value["name"] == name)
+        value["shape"][3 if name.endswith("mask") else 1] = slots
+        said = refusal(folder, raw)
+        assert f"{wanted}" in said
+        assert name in said
+
+
+def shorter(raw, kv_len):
+    """With a decode graph more, of a smaller visible length; layers[1] has 8 slots."""
+    raw = json.loads(json.dumps(raw))
+    graph = json.loads(json.dumps(raw["graphs"][-1])) | {"kv_len": kv_len}
+    for value in graph["inputs"]:
+        if value["role"] == "attention_mask":
+            value["shape"][3] = kv_len
+        if value["role"].startswith("past") and value["layer"] == 0:
+            value["shape"][1] = kv_len
+    raw["graphs"].append(graph)
+    return raw
 
 
 def test_a_window_needs_slots_for_the_largest_run(folder):

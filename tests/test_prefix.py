@@ -1,5 +1,6 @@
 """Saved prefixes: what is written comes back, and nothing else is taken for it."""
 
+import dataclasses
 import errno
 import hashlib
 import json
@@ -42,14 +43,14 @@ def test_what_was_saved_comes_back(tmp_path, dtype):
 
 def test_data_that_does_not_lie_in_one_piece_is_saved_as_it_reads(tmp_path):
     data = np.arange(240, dtype=np.float32).reshape(5, 6, 2, 4).transpose(2, 0, 1, 3)[:, ::2]
-    snapshot = Snapshot(BUNDLE, tuple(range(6)), 6, (), (CachePart(0, None, data),))
+    snapshot = Snapshot(BUNDLE, tuple(range(6)), 6, ((0, 0),), (CachePart(0, None, data),))
     save_prefix(tmp_path / "p", snapshot)
     same(load_prefix(tmp_path / "p", BUNDLE), snapshot)
 
 
 def test_a_snapshot_without_a_cache_of_its_own_is_saved_too(tmp_path):
-    save_prefix(tmp_path / "p", Snapshot(BUNDLE, (1, 2), 2, (), ()))
-    same(load_prefix(tmp_path / "p", BUNDLE), Snapshot(BUNDLE, (1, 2), 2, (), ()))
+    save_prefix(tmp_path / "p", Snapshot(BUNDLE, (1, 2), 2, ((0, 0),), ()))
+    same(load_prefix(tmp_path / "p", BUNDLE), Snapshot(BUNDLE, (1, 2), 2, ((0, 0),), ()))
 
 
 def test_equal_snapshots_give_equal_files(tmp_path):
@@ -250,10 +251,14 @@ def test_unknown_keys_of_a_header_are_ignored(tmp_path):
         (changed(known=5), "known is 5"),
         (changed(known=None), "known is None"),
         (changed(offsets=None), "offsets is None"),
-        (changed(offsets=[[0]]), r"offsets\[0\] is \[0\]"),
-        (changed(offsets=[[0, 1], [0, 2]]), r"offsets\[1\] is \[0, 2\], must be \[count in 1 \.\. 6"),
-        (changed(offsets=[[7, 1]]), r"offsets\[0\]"),
-        (changed(offsets=[[1, 0.5]]), r"offsets\[0\]"),
+        *(
+            (changed(offsets=offsets), r"offsets is .*, must begin with \[0, 0\]")
+            for offsets in ([], [[0]], [[0, 1], [1, 2]], [[3, 0]], [[0, -5]], [3])
+        ),
+        (changed(offsets=[[0, 0], [0, 2]]), r"offsets\[1\] is \[0, 2\], must be \[count in 1 \.\. 6"),
+        (changed(offsets=[[0, 0], [7, 1]]), r"offsets\[1\] is \[7, 1\]"),
+        (changed(offsets=[[0, 0], [1, 0.5]]), r"offsets\[1\] is \[1, 0.5\]"),
+        (changed(offsets=[[0, 0], [2, -3]]), r"offsets\[1\] is \[2, -3\]: positions go back"),
         (changed(parts=3), "parts is 3"),
         (changed(parts=[3]), r"parts\[0\] is 3, must be an object"),
         (changed(parts=[{}]), r"parts\[0\]: dtype is None"),
@@ -282,6 +287,40 @@ def test_unknown_keys_of_a_header_are_ignored(tmp_path):
 )
 def test_a_header_that_says_what_cannot_be_is_refused(tmp_path, text, says):
     refused(with_header(tmp_path / "p", text), says)
+
+
+def test_a_state_that_has_forgotten_what_the_next_token_sees_is_refused(tmp_path):
+    data = np.zeros((2, 1, 4, 5), np.float32)
+    for window, most in ((None, 0), (6, 3)):
+        snapshot = Snapshot(BUNDLE, tuple(range(8)), 8, ((0, 0),), (CachePart(4, window, data),))
+        with pytest.raises(PrefixError, match=f"first is 4, but what the next token sees begins at {most}"):
+            save_prefix(tmp_path / "p", snapshot)
+        if window is not None:  # a window of 5 sees the last four tokens
+            save_prefix(tmp_path / "p", dataclasses.replace(snapshot, parts=(CachePart(4, 5, data),)))
+
+
+def test_numbers_that_are_not_finite_are_refused_though_the_checksum_is_right(tmp_path):
+    data = np.zeros((2, 1, 6, 5), np.float32)
+    data[1, 0, 3, 2] = np.nan
+    save_prefix(tmp_path / "p", Snapshot(BUNDLE, tuple(range(6)), 6, ((0, 0),), (CachePart(0, None, data),)))
+    refused(tmp_path / "p", r"parts\[0\]: its data holds a number that is not finite")
+
+
+def test_nothing_is_written_into_a_bundle(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "manifest.json").write_text('{"format": 1, "rollkv": "0.1.0", "graphs": []}')
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    for name in ("b/weights.bin", "link/p", "b/../b/p"):
+        with pytest.raises(PrefixError, match="lies in a bundle, into which nothing is written"):
+            save_prefix(tmp_path / name, some_snapshot())
+    assert [item.name for item in (tmp_path / "b").iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize(("name", "says"), [("x" * 300, "File name too long"), ("a\0b", "embedded null byte")])
+def test_a_name_that_no_file_can_have_is_refused(tmp_path, name, says):
+    with pytest.raises(PrefixError, match=says):
+        save_prefix(f"{tmp_path}/{name}", some_snapshot())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("length", [2**32 - 1, 2**31, 100_000, 65 << 20])

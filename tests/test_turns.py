@@ -1,9 +1,11 @@
 """Turns, rewinds and appends: whatever was kept, the logits are those of a cold prefill of all tokens."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from toy_embeds import ROWS, embeds_toy
-from toy_model import close, some_ids, toy, whole_pass
+from toy_model import V, close, some_ids, toy, whole_pass
 from toy_reference import Record
 
 from rollkv.runtime.session import LimitError
@@ -254,3 +256,30 @@ def test_tokens_after_an_embedding_go_on_from_it(tmp_path):
     session.prefill(others(ids))
     session.rewind(3)
     close(session.prefill(ids), whole_pass(None, embeds=np.concatenate((picture, ROWS[ids])))[-1])
+
+
+def test_a_whole_sequence_under_another_limit_policy_runs_anew():
+    session, recorder = toy(c=4, C=24)
+    ids = some_ids(26)
+    session.prefill(ids[:24])
+    session.prefill(ids[24:], on_limit="sinks", sinks=2)
+    other, _ = toy(c=4, C=24)
+    whole = [*session.tokens, 5]
+    with pytest.raises(LimitError, match="cannot go on by roll"):
+        session.prefill([5], on_limit="roll")
+    runs = len(recorder.runs)
+    np.testing.assert_array_equal(
+        session.prefill(whole, reuse=True, on_limit="roll"), other.prefill(whole, on_limit="roll")
+    )
+    assert len(recorder.runs) - runs == 7  # of 27 tokens
+
+
+def test_a_snapshot_with_ids_or_positions_that_the_model_does_not_have_is_refused():
+    session, _ = toy(c=4, C=24, most=24)
+    session.prefill(some_ids(10))
+    saved = session.snapshot()
+    with pytest.raises(LimitError, match=f"the saved tokens hold the id {V}, the vocabulary ends at {V - 1}"):
+        session.restore(dataclasses.replace(saved, tokens=(*saved.tokens[:-1], V)))
+    with pytest.raises(LimitError, match="reach a rotary position beyond the model's 24"):
+        session.restore(dataclasses.replace(saved, offsets=((0, 0), (5, 15))))
+    assert session.tokens == list(saved.tokens)

@@ -50,11 +50,12 @@ def toy_bundle(
     eos=(),
     most=512,
     speculate=None,
+    buckets=(),
 ):
     """The bundle of the toy model: two layers, the second with a window if one is given, the first unless it is full.
 
     c: the rows of the prefill graphs, a number or several. speculate: the rows of one more, or of one of them, that
-    gives the logits of every row; with head "all" every graph does.
+    gives the logits of every row; with head "all" every graph does. buckets: smaller visible lengths.
     """
     sizes = sorted({*((c,) if isinstance(c, int) else c), *(() if speculate is None else (speculate,))})
     windows = (None if full else window, window)
@@ -64,11 +65,10 @@ def toy_bundle(
         for slots, w in zip(lengths, windows, strict=True)
     ]
 
-    def cached(prefix, rows):
+    def cached(prefix, slots):
         values = []
-        for i, slots in enumerate(lengths):
+        for i, n in enumerate(slots):
             for part in ("key", "value"):
-                n = rows or slots
                 shape = {
                     "bskd": [1, n, K, D],
                     "bksd": [1, K, n, D],
@@ -78,28 +78,28 @@ def toy_bundle(
                 values.append(ValueInfo(name=f"{role}_{i}", shape=shape, dtype=dtype, role=role, layer=i))
         return values
 
-    def graph(role, rows):
+    def graph(role, rows, kv_len):
         inputs = [ValueInfo(name="input_ids", shape=[1, rows], dtype=ids, role="ids")]
         for name, slots, used in (
-            ("attention_mask", C, None in windows),
-            ("sliding_attention_mask", lengths[1], window is not None),
+            ("attention_mask", kv_len, None in windows),
+            ("sliding_attention_mask", min(lengths[1], kv_len), window is not None),
         ):
             if used:
                 inputs.append(ValueInfo(name=name, shape=[1, 1, rows, slots], dtype=dtype, role=name))
         inputs.append(ValueInfo(name="position_ids", shape=[1, rows], dtype=ids, role="position_ids"))
         every = head == "all" or (role == "prefill" and rows == speculate)
         outputs = [ValueInfo(name="logits", shape=[1, rows if every else 1, V], dtype=dtype, role="logits")]
-        name = f"{role}_c{rows}_k{C}" if role == "prefill" else f"{role}_k{C}"
+        name = f"{role}_c{rows}_k{kv_len}" if role == "prefill" else f"{role}_k{kv_len}"
         return GraphInfo(
-            file=f"{role if len(sizes) == 1 else name}.onnx",
+            file=f"{role if len(sizes) == 1 and not buckets else name}.onnx",
             role=role,
             rows=rows,
-            kv_len=C,
+            kv_len=kv_len,
             head="all" if every else "last",
             opset=17,
             ir_version=8,
-            inputs=inputs + cached("past", None),
-            outputs=outputs + cached("new", rows),
+            inputs=inputs + cached("past", [min(slots, kv_len) for slots in lengths]),
+            outputs=outputs + cached("new", [rows] * 2),
         )
 
     manifest = Manifest(
@@ -119,7 +119,12 @@ def toy_bundle(
         eos_token_ids=list(eos),
         layers=layers,
         rope={"full": RopeInfo(inv_freq=INV_FREQ, rotary_dim=D, interleaved=False, attention_scaling=1.0)},
-        graphs=[*(graph("prefill", rows) for rows in sizes), graph("decode", 1)],
+        graphs=[
+            graph(role, rows, kv_len)
+            for role, rows in (*(("prefill", rows) for rows in sizes), ("decode", 1))
+            for kv_len in sorted({C, *buckets}, reverse=True)
+            if rows <= kv_len
+        ],
         kv_pairs=[[f"past_{part}_{i}", f"new_{part}_{i}"] for i in range(2) for part in ("key", "value")],
         weights=WeightsInfo(file="weights.bin", unique_bytes=0),
         chunk_sizes=sizes,

@@ -45,6 +45,11 @@ def check_run(bundle: Any, graph: Any, feeds: dict[str, np.ndarray], past: int) 
     m, pads = bundle.manifest, pads_of(feeds)
     assert pads < graph.rows
     assert pads == 0 or past + graph.rows <= m.max_kvcache_len
+    able = [g.kv_len for g in m.graphs if (g.role, g.rows) == (graph.role, graph.rows) and past + g.rows <= g.kv_len]
+    if m.kv_layout == "bskd":  # the last slots are one stretch: every run takes the smallest graph that it can
+        assert graph.kv_len == min(able, default=m.max_kvcache_len)
+    else:
+        assert graph.kv_len in (*able, m.max_kvcache_len)
     assert not feeds["input_ids"][0, :pads].any()
     assert not feeds["position_ids"][0, :pads].any()
     assert feeds["position_ids"][0, pads:].tolist() == list(range(past, past + graph.rows - pads))
