@@ -1,6 +1,6 @@
 """What a large cache costs while it is nearly empty: C = 4096 with context buckets and without, against C = 640.
 
-    python -m benchmarks.context_buckets
+    python -m benchmarks.context_buckets [LAYOUT ...]
 
 SmolLM2-135M float32, c = 128, 2 threads: a prompt of 512 tokens, then 64 decode steps, in every layout. The bundles
 take turns in one process; medians of ROUNDS rounds, and ratios to the bundle of C = 640.
@@ -44,11 +44,11 @@ def measure(session: Session) -> tuple[float, float]:
     return prompt, statistics.median(steps)
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     checkpoint, worst = preset("smollm2-135m"), 0.0
     FOLDER.mkdir(parents=True, exist_ok=True)
     print("layout   bundle                    prompt of 512   ratio    step     ratio")
-    for layout in LAYOUTS:
+    for layout in arguments or LAYOUTS:
         folder = Path(tempfile.mkdtemp(dir=FOLDER))
         try:
             sessions = {}
@@ -79,4 +79,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -9,6 +9,7 @@ SCRIPTS = (
     "startup",
     "export_cost",
     "host_step",
+    "decode_attention",
     "context_buckets",
     "rolling",
     "speculation",

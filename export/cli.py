@@ -94,6 +94,13 @@ def build_parser() -> argparse.ArgumentParser:
         default="ids",
         help="what a run takes: token ids, or their embeddings, which the host looks up (default ids)",
     )
+    export.add_argument(
+        "--decode-attention",
+        choices=("apart", "joined"),
+        default="apart",
+        help="a decode step takes past and new keys apart, which copies neither, or joins them first as a prefill run "
+        "does (default apart)",
+    )
     export.add_argument("--head", choices=("last", "all"), default="last", help="rows of logits (default last)")
     export.add_argument(
         "--mask-value",
@@ -182,6 +189,7 @@ def export_command(options: argparse.Namespace) -> int:
         ids=options.ids,
         head=options.head,
         input=options.input,
+        decode_attention=options.decode_attention,
         mask_value=options.mask_value,
         opset=options.opset,
         simplify=not options.no_simplify,

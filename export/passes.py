@@ -32,7 +32,7 @@ def passes_for(opset: int, simplify: bool) -> tuple[Pass, ...]:
     simplifier: tuple[Pass, ...] = (simplify_graph,) if simplify else ()
     return (
         fold_constants,
-        gemm_with_table,
+        gemm_with_transposed,
         *simplifier,
         share_constants,
         opset_lowering(opset),
@@ -87,24 +87,28 @@ def fold_constants(model: onnx.ModelProto) -> tuple[onnx.ModelProto, bool]:
     return model, changed
 
 
-def gemm_with_table(model: onnx.ModelProto) -> tuple[onnx.ModelProto, bool]:
-    """MatMul with a transposed weight becomes Gemm with transB = 1.
+def gemm_with_transposed(model: onnx.ModelProto) -> tuple[onnx.ModelProto, bool]:
+    """MatMul with a transposed matrix becomes Gemm with transB = 1: no transposed copy is made.
 
-    Only a tied head has one: its table is stored once, as the embedding reads it, and no transposed copy is made.
-    Gemm takes rank 2, so the rows are reshaped around it.
+    A tied head has one, whose table is stored once, as the embedding reads it; and a decode step that takes past and
+    new keys apart. Gemm takes rank 2, so the rows are reshaped around it.
     """
-    weights = {value.name for value in model.graph.input}
     shapes = _shapes(model)
     turned = {
         node.output[0]: node.input[0]
         for node in model.graph.node
-        if node.op_type == "Transpose" and node.input[0] in weights and len(shapes[node.input[0]]) == 2
+        if node.op_type == "Transpose" and len(shapes[node.input[0]]) == 2
     }
     nodes: list[onnx.NodeProto] = []
     changed = False
     for node in model.graph.node:
         if node.op_type == "MatMul" and node.input[1] in turned:
             x, y = node.input[0], node.output[0]
+            if len(shapes[x]) == 2:
+                gemm = helper.make_node("Gemm", [x, turned[node.input[1]]], [y], f"{node.name}/gemm", transB=1)
+                nodes.append(gemm)
+                changed = True
+                continue
             flat, back = f"{y}/rows", f"{y}/shape"
             width, shape = shapes[x][-1], [*shapes[x][:-1], shapes[turned[node.input[1]]][0]]
             for name, dims in ((flat, [int(np.prod(shape[:-1])), width]), (back, shape)):

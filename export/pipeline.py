@@ -120,6 +120,7 @@ def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None 
         chunk_sizes=list(prefill),
         max_kvcache_len=options.max_kvcache_len,
         kv_layout=options.kv_layout,
+        decode_attention=options.decode_attention,
         dtype="float32",
         mask_value=options.mask_value,
         vocab_size=config.vocab_size,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rollkv.models.config import FLOAT16_MAX, DecoderConfig
-from rollkv.runtime.bundle import KV_LAYOUTS, LayerInfo, ValueInfo
+from rollkv.runtime.bundle import DECODE_ATTENTIONS, KV_LAYOUTS, LayerInfo, ValueInfo
 
 DEFAULT_LENGTH, DEFAULT_CHUNK, DEFAULT_ROOM = 1024, 128, 256
 OPSETS = (13, 14, 15, 16, 17, 18)
@@ -34,6 +34,7 @@ class ExportOptions:
     ids: str = "int32"
     head: str = "last"
     input: str = "ids"
+    decode_attention: str = "apart"
     mask_value: float = -32768.0
     opset: int = 17
     simplify: bool = True
@@ -71,6 +72,7 @@ def resolve(
     ids: str = "int32",
     head: str = "last",
     input: str = "ids",
+    decode_attention: str = "apart",
     mask_value: float = -32768.0,
     opset: int = 17,
     simplify: bool = True,
@@ -125,6 +127,7 @@ def resolve(
         ("--ids", ids, ("int32", "int64")),
         ("--head", head, ("last", "all")),
         ("--input", input, ("ids", "embeds")),
+        ("--decode-attention", decode_attention, DECODE_ATTENTIONS),
         ("--opset", opset, OPSETS),
     ):
         if text not in allowed:
@@ -143,6 +146,7 @@ def resolve(
         ids=ids,
         head=head,
         input=input,
+        decode_attention=decode_attention,
         mask_value=float(mask_value),
         opset=opset,
         simplify=simplify,

@@ -24,6 +24,7 @@ from torch import Tensor
 from rollkv.export.signature import ExportOptions, graph_inputs, graph_outputs
 from rollkv.models.config import DecoderConfig
 from rollkv.models.decoder import Call, Decoder
+from rollkv.models.layers import CacheForm
 from rollkv.runtime.bundle import ValueInfo
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ def _string(
 
 def make_decoder(config: DecoderConfig, options: ExportOptions, rows: int) -> Decoder:
     """The decoder that the graph of `rows` rows is traced from."""
-    return Decoder(config, kv_layout=options.kv_layout, head=options.head_of(rows), source=options.input)
+    cache = CacheForm(options.kv_layout, options.decode_attention == "apart", options.mask_value)
+    return Decoder(config, cache=cache, head=options.head_of(rows), source=options.input)
 
 
 class _Stitcher:

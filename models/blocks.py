@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rollkv.models.config import DecoderConfig, LayerConfig
-from rollkv.models.layers import MLP, Attention, Experts, make_norm
+from rollkv.models.layers import MLP, Attention, CacheForm, Experts, make_norm
 
 Outputs = tuple[Tensor, Tensor, Tensor]  # x (1, c, H), new key and value in kv_layout
 
@@ -21,10 +21,10 @@ class Layer(nn.Module):
 
     scaled = False  # whether it applies the residual scale
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, kv_layout: str) -> None:
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm) -> None:
         super().__init__()
         assert self.scaled or config.residual_scale == 1, f"no residual scale with order {config.order!r}"
-        self.attention = Attention(config, layer, kv_layout)
+        self.attention = Attention(config, layer, cache)
         if layer.sparse:
             assert config.experts is not None
             self.mlp: nn.Module = Experts(config, config.experts)
@@ -43,8 +43,8 @@ class PreNorm(Layer):
 
     scaled = True
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, kv_layout: str) -> None:
-        super().__init__(config, layer, kv_layout)
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm) -> None:
+        super().__init__(config, layer, cache)
         self.attention_norm, self.mlp_norm = make_norm(config), make_norm(config)
         self.scale = config.residual_scale
 
@@ -61,8 +61,8 @@ class PreNorm(Layer):
 class Parallel(Layer):
     """x += attention(norm(x)) + mlp(norm(x)): one norm, or with order "parallel-two" one for each."""
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, kv_layout: str) -> None:
-        super().__init__(config, layer, kv_layout)
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm) -> None:
+        super().__init__(config, layer, cache)
         self.attention_norm = make_norm(config)
         self.mlp_norm = make_norm(config) if config.order == "parallel-two" else None
 
@@ -76,8 +76,8 @@ class Parallel(Layer):
 class Sandwich(Layer):
     """x += norm(attention(norm(x))); x += norm(mlp(norm(x)))."""
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, kv_layout: str) -> None:
-        super().__init__(config, layer, kv_layout)
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm) -> None:
+        super().__init__(config, layer, cache)
         self.attention_norm, self.attention_post_norm = make_norm(config), make_norm(config)
         self.mlp_norm, self.mlp_post_norm = make_norm(config), make_norm(config)
 
@@ -91,8 +91,8 @@ class Sandwich(Layer):
 class PostNorm(Layer):
     """x += norm(attention(x)); x += norm(mlp(x))."""
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, kv_layout: str) -> None:
-        super().__init__(config, layer, kv_layout)
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm) -> None:
+        super().__init__(config, layer, cache)
         self.attention_post_norm, self.mlp_post_norm = make_norm(config), make_norm(config)
 
     def forward(self, x: Tensor, **tensors: Tensor) -> Outputs:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rollkv.models.blocks import BLOCKS
 from rollkv.models.config import DecoderConfig
 from rollkv.models.gemma4 import Gemma4Layer, PerLayerInputs
-from rollkv.models.layers import make_norm
+from rollkv.models.layers import CacheForm, make_norm
 from rollkv.models.rope import Rope, query_scales, rope_tables
 
 
@@ -92,7 +92,12 @@ class Decoder(nn.Module):
     """All of a model between token ids, or hidden rows in their place, and logits: one run of c rows at a time."""
 
     def __init__(
-        self, config: DecoderConfig, *, kv_layout: str = "bskd", head: str = "last", source: str = "ids"
+        self,
+        config: DecoderConfig,
+        *,
+        cache: CacheForm = CacheForm(),  # noqa: B008  (frozen)
+        head: str = "last",
+        source: str = "ids",
     ) -> None:
         """head: rows of logits, "last" or "all". source: what a run takes, "ids" or "embeds"."""
         super().__init__()
@@ -102,7 +107,7 @@ class Decoder(nn.Module):
         self.rope = nn.ModuleDict({rope.name: Rope(rope, config.max_position) for rope in config.ropes})
         self.per_layer = PerLayerInputs(config) if config.per_layer_width else None
         block = BLOCKS[config.order] if config.gemma4 is None else Gemma4Layer
-        self.layers = nn.ModuleList(block(config, layer, kv_layout) for layer in config.layers)
+        self.layers = nn.ModuleList(block(config, layer, cache) for layer in config.layers)
         self.head = Head(config, head, self.embedding.weight)
 
     def calls(self) -> Iterator[Call]:

@@ -16,12 +16,12 @@ from rollkv.models.blocks import Outputs
 from rollkv.models.config import DecoderConfig, ExpertsConfig, LayerConfig
 from rollkv.models.layers import (
     MLP,
+    CacheForm,
     Experts,
     Linear,
     RMSNorm,
     activate,
-    attend,
-    belts,
+    attend_cache,
     make_norm,
     scaled_to_one,
     store,
@@ -50,7 +50,7 @@ class PerLayerInputs(nn.Module):
 class Gemma4Attention(nn.Module):
     """Attention with normed queries, keys and values; keys and values are its own or those of an earlier layer."""
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, kv_layout: str) -> None:
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm) -> None:
         super().__init__()
         assert config.gemma4 is not None
         assert config.attention_scale is not None
@@ -58,7 +58,7 @@ class Gemma4Attention(nn.Module):
         assert config.qk_norm == "rms-head", config.qk_norm
         assert all(rope.query_scale is None for rope in config.ropes), "Gemma 4 scales no queries by position"
         self.heads, self.kv_heads, self.head_dim = config.num_heads, layer.kv_heads, layer.head_dim
-        self.scale, self.eps, self.kv_layout = config.attention_scale, config.norm_eps, kv_layout
+        self.scale, self.eps, self.cache = config.attention_scale, config.norm_eps, cache
         bias, kv_width = "qkv" in config.biases, self.kv_heads * self.head_dim
         self.q = Linear(config.hidden_size, self.heads * self.head_dim, bias)
         self.q_norm = RMSNorm(self.head_dim, self.eps)
@@ -74,14 +74,14 @@ class Gemma4Attention(nn.Module):
         shape = (1, x.shape[1], self.kv_heads, self.head_dim)
         k = self.k(x).view(shape)
         v = k if self.v is None else self.v(x).view(shape)
-        return store(rotate_apart(self.k_norm(k), cos, sin), scaled_to_one(v, self.eps), self.kv_layout)
+        return store(rotate_apart(self.k_norm(k), cos, sin), scaled_to_one(v, self.eps), self.cache.layout)
 
     def forward(self, x: Tensor, tensors: dict[str, Tensor], new_key: Tensor, new_value: Tensor) -> Tensor:
         """x (1, c, H), rotation, mask and past among the layer's tensors, new ones in kv_layout -> (1, c, H)."""
         q = self.q_norm(self.q(x).view(1, x.shape[1], self.heads, self.head_dim))
         q = rotate_apart(q, tensors["cos"], tensors["sin"])
-        keys, values = belts(tensors["past_key"], new_key, tensors["past_value"], new_value, self.kv_layout)
-        out: Tensor = self.out(attend(q, keys, values, tensors["mask"], self.scale, None))
+        past, new = (tensors["past_key"], tensors["past_value"]), (new_key, new_value)
+        out: Tensor = self.out(attend_cache(q, past, new, tensors["mask"], self.scale, None, self.cache))
         return out
 
 
@@ -106,12 +106,12 @@ class Gemma4Layer(nn.Module):
     x += norm(norm(mlp(norm(x))) + norm(experts(norm(x)))), routed by x as it is.
     """
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, kv_layout: str) -> None:
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm) -> None:
         super().__init__()
         assert config.order == "sandwich", config.order
         assert config.residual_scale == 1, "Gemma 4 has no residual scale"
         self.own_kv, self.activation = layer.kv_from is None, config.activation
-        self.attention = Gemma4Attention(config, layer, kv_layout)
+        self.attention = Gemma4Attention(config, layer, cache)
         self.attention_norm, self.attention_post_norm = make_norm(config), make_norm(config)
         self.mlp = MLP(config, layer.intermediate_size)
         self.mlp_norm, self.mlp_post_norm = make_norm(config), make_norm(config)

@@ -10,6 +10,7 @@ D head dimension, R rotary dimension, E experts of width W.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,20 @@ from rollkv.models.rope import rotate
 
 # kv_layout -> slot axis of keys, slot axis of values
 SLOT_AXES = {"bskd": (1, 1), "bksd": (2, 2), "bksd-kt": (3, 2)}
+MOST_WIDE_HEADS = 32  # query heads up to which `attend_apart` in "bskd" costs less than laying keys and values out anew
+
+
+@dataclass(frozen=True)
+class CacheForm:
+    """How attention takes its cache; every form gives the same numbers.
+
+    layout: the kv_layout. apart: a run of one row takes past and new keys apart, and copies neither; hidden: what a
+    mask adds to hide a slot, which such a run needs for the one that it drops.
+    """
+
+    layout: str = "bskd"
+    apart: bool = False
+    hidden: float = -32768.0
 
 
 class Linear(nn.Module):
@@ -104,14 +119,9 @@ class Attention(nn.Module):
     what a row sees.
     """
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, kv_layout: str) -> None:
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim, self.kv_layout = (
-            config.num_heads,
-            layer.kv_heads,
-            layer.head_dim,
-            kv_layout,
-        )
+        self.heads, self.kv_heads, self.head_dim, self.cache = config.num_heads, layer.kv_heads, layer.head_dim, cache
         self.norm_kind, self.softcap = config.qk_norm, config.attention_softcap
         self.scale = layer.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         bias = "qkv" in config.biases
@@ -144,10 +154,9 @@ class Attention(nn.Module):
             q, k = self._norm(q, k)
         if len(rotation) == 3:
             q = q * rotation[2]
-        new_key, new_value = store(k, v, self.kv_layout)
-        keys, values = belts(past_key, new_key, past_value, new_value, self.kv_layout)
-        mixed = attend(q, keys, values, mask, self.scale, self.softcap)
-        return self.out(mixed), new_key, new_value
+        new = store(k, v, self.cache.layout)
+        mixed = attend_cache(q, (past_key, past_value), new, mask, self.scale, self.softcap, self.cache)
+        return self.out(mixed), *new
 
     def _norm(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None
@@ -160,6 +169,72 @@ def store(k: Tensor, v: Tensor, kv_layout: str) -> tuple[Tensor, Tensor]:
     if kv_layout == "bskd":
         return k, v
     return k.permute(0, 2, 1, 3) if kv_layout == "bksd" else k.permute(0, 2, 3, 1), v.permute(0, 2, 1, 3)
+
+
+def attend_cache(
+    q: Tensor,
+    past: tuple[Tensor, Tensor],
+    new: tuple[Tensor, Tensor],
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    cache: CacheForm,
+) -> Tensor:
+    """q (1, c, N, D), past and new keys and values in kv_layout, mask (1, 1, c, C) -> (1, c, N D)."""
+    wide = cache.layout == "bskd" and q.shape[2] > MOST_WIDE_HEADS
+    if cache.apart and q.shape[1] == 1 and mask.shape[3] > 1 and not wide:
+        return attend_apart(q, past, new, mask, scale, softcap, cache)
+    keys, values = belts(past[0], new[0], past[1], new[1], cache.layout)
+    return attend(q, keys, values, mask, scale, softcap)
+
+
+def attend_apart(
+    q: Tensor,
+    past: tuple[Tensor, Tensor],
+    new: tuple[Tensor, Tensor],
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    cache: CacheForm,
+) -> Tensor:
+    """What `attend` gives for one row, with the scores of past and new keys joined, and not the keys: (1, 1, N D).
+
+    All C past slots are read where they lie; the oldest, which `belts` drops, is hidden by the mask. In "bskd" the
+    heads of a slot lie side by side: each query stands in a row (K D) that is zero outside of its own head's place.
+    """
+    heads, head_dim, slots = q.shape[2], q.shape[3], mask.shape[3]
+    kv_heads = past[0].shape[2 if cache.layout == "bskd" else 1]
+    mask = torch.cat((torch.full((1, 1, 1, 1), cache.hidden, device=q.device), mask), -1)  # (1, 1, 1, 1 + C)
+    if cache.layout == "bskd":
+        width = kv_heads * head_dim
+        rows, places = q.view(heads, head_dim), None
+        if kv_heads > 1:
+            index = torch.arange(kv_heads, device=q.device)
+            owner = index.view(kv_heads, 1).expand(kv_heads, heads // kv_heads).reshape(heads, 1)
+            places = (owner == index.view(1, kv_heads)).to(q.dtype)  # (N, K)
+            rows = (q.view(heads, 1, head_dim) * places.view(heads, kv_heads, 1)).view(heads, width)
+        scores = torch.cat((rows @ past[0].view(slots, width).t(), rows @ new[0].view(1, width).t()), -1)
+        weights = torch.softmax(_scaled(scores, scale, softcap) + mask.view(1, 1 + slots), -1)  # (N, C + 1)
+        mixed = weights.narrow(1, 0, slots) @ past[1].view(slots, width)
+        mixed = mixed + weights.narrow(1, slots, 1) @ new[1].view(1, width)  # (N, K D)
+        if places is not None:
+            mixed = places.view(heads, 1, kv_heads) @ mixed.view(heads, kv_heads, head_dim)
+        return mixed.reshape(1, 1, heads * head_dim)
+    q = q.view(1, kv_heads, heads // kv_heads, head_dim)
+    if cache.layout == "bksd":  # keys (1, K, C, D) as the left operand: they are not turned
+        q = q.transpose(2, 3)
+        scores = torch.cat((past[0] @ q, new[0] @ q), 2).transpose(2, 3)
+    else:
+        scores = torch.cat((q @ past[0], q @ new[0]), 3)
+    weights = torch.softmax(_scaled(scores, scale, softcap) + mask, -1)  # (1, K, g, C + 1)
+    mixed = weights.narrow(3, 0, slots) @ past[1] + weights.narrow(3, slots, 1) @ new[1]
+    return mixed.reshape(1, 1, heads * head_dim)
+
+
+def _scaled(scores: Tensor, scale: float, softcap: float | None) -> Tensor:
+    if softcap is not None:
+        return torch.tanh(scores * (scale / softcap)) * softcap
+    return scores if scale == 1 else scores * scale
 
 
 def belts(
@@ -186,11 +261,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, 
     q = q.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)  # (K, g, c, D)
     q = q.reshape(1, kv_heads, group * rows, head_dim)
     scores = q @ keys  # (1, K, g c, C)
-    if softcap is not None:
-        scores = torch.tanh(scores * (scale / softcap)) * softcap
-    elif scale != 1:
-        scores = scores * scale
-    scores = scores.view(kv_heads, group, rows, slots) + mask
+    scores = _scaled(scores, scale, softcap).view(kv_heads, group, rows, slots) + mask
     weights = torch.softmax(scores, -1).view(1, kv_heads, group * rows, slots)
     mixed = (weights @ values).view(kv_heads, group, rows, head_dim)
     return mixed.permute(2, 0, 1, 3).reshape(1, rows, heads * head_dim)

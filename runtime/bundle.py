@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rollkv.runtime.manifest import (
+    DECODE_ATTENTIONS,
     DTYPES,
     FORMAT,
     KV_LAYOUTS,
@@ -37,6 +38,7 @@ from rollkv.runtime.manifest import (
 from rollkv.runtime.manifest_checks import check_manifest
 
 __all__ = [
+    "DECODE_ATTENTIONS",
     "DTYPES",
     "FORMAT",
     "KV_LAYOUTS",

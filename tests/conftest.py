@@ -179,6 +179,8 @@ def trace_once(config: Any, options: Any, rows: Any, kv_lens: Any = None) -> Any
         *lengths,
         options.kv_layout,
         options.ids,
+        options.decode_attention,
+        options.mask_value,
         tuple(options.head_of(count) for count in rows),
         options.input,
     )

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from rollkv.models.blocks import BLOCKS
 from rollkv.models.config import ORDERS, ExpertsConfig
-from rollkv.models.layers import MLP, Experts
+from rollkv.models.layers import MLP, CacheForm, Experts
 
 X = torch.randn(1, 4, 20, generator=torch.Generator().manual_seed(0))
 
 
 def block(order: str, **more: Any) -> Any:
     cfg = config((None,), order=order, **more)
-    return filled(BLOCKS[order](cfg, cfg.layers[0], "bskd"))
+    return filled(BLOCKS[order](cfg, cfg.layers[0], CacheForm()))
 
 
 def tensors(**more: Tensor) -> dict[str, Tensor]:
@@ -88,5 +88,5 @@ def test_a_query_scale_reaches_the_attention_and_a_layer_that_does_not_turn_has_
 def test_a_layer_has_experts_where_its_own_config_says_so() -> None:
     experts = ExpertsConfig(count=3, top_k=1, width=5, normalise=True)
     cfg = config(layers=(*layers(None), *layers(None, sparse=True)), experts=experts)
-    dense, sparse = (BLOCKS["pre"](cfg, layer, "bskd").mlp for layer in cfg.layers)
+    dense, sparse = (BLOCKS["pre"](cfg, layer, CacheForm()).mlp for layer in cfg.layers)
     assert (type(dense), type(sparse)) == (MLP, Experts)

@@ -13,7 +13,21 @@ from test_trace import config
 from torch import Tensor, nn
 
 from rollkv.models.config import ACTIVATIONS, ExpertsConfig
-from rollkv.models.layers import MLP, Attention, Experts, LayerNorm, RMSNorm, activate, attend, belts, store
+from rollkv.models.layers import (
+    MLP,
+    MOST_WIDE_HEADS,
+    SLOT_AXES,
+    Attention,
+    CacheForm,
+    Experts,
+    LayerNorm,
+    RMSNorm,
+    activate,
+    attend,
+    attend_cache,
+    belts,
+    store,
+)
 from rollkv.models.rope import rotate
 
 Array = np.ndarray[Any, Any]
@@ -140,6 +154,33 @@ def test_attention_sees_the_last_slots_of_past_and_new(layout: str, rows: int) -
     assert torch.equal(values, wanted[1].permute(0, 2, 1, 3))
 
 
+@pytest.mark.parametrize("layout", ["bskd", "bksd", "bksd-kt"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (9, 3), (4, 1), (1, 1), (MOST_WIDE_HEADS + 2, 2)])
+@pytest.mark.parametrize(("scale", "cap"), [(0.3, None), (1.0, None), (0.3, 5.0)])
+def test_one_row_with_past_and_new_keys_apart_equals_it_with_them_joined(
+    layout: str, heads: int, kv_heads: int, scale: float, cap: float | None
+) -> None:
+    q = torch.randn(1, 1, heads, 8)
+    past = store(torch.randn(1, 7, kv_heads, 8), torch.randn(1, 7, kv_heads, 8), layout)
+    new = store(torch.randn(1, 1, kv_heads, 8), torch.randn(1, 1, kv_heads, 8), layout)
+    mask = torch.tensor([0.0, -32768.0, 0, -32768.0, -32768.0, 0, 0]).view(1, 1, 1, 7)
+    joined, apart = (attend_cache(q, past, new, mask, scale, cap, CacheForm(layout, form)) for form in (False, True))
+    close(apart, joined, 1e-5)
+    past = tuple(x.clone() for x in past)
+    for x, axis in zip(past, (SLOT_AXES[layout]), strict=True):
+        for hidden in (0, 2, 4, 5):  # the slot that is dropped, and those that the mask hides, one to the left in it
+            x.narrow(axis, hidden, 1).fill_(100.0)  # no score reaches the mask's size
+    assert torch.equal(attend_cache(q, past, new, mask, scale, cap, CacheForm(layout, True)), apart)
+
+
+def test_several_rows_and_a_single_slot_are_joined_whatever_the_form() -> None:
+    for rows, slots in ((3, 7), (1, 1)):
+        q, mask = torch.randn(1, rows, 4, 8), torch.zeros(1, 1, rows, slots)
+        past, new = ((torch.randn(1, n, 2, 8), torch.randn(1, n, 2, 8)) for n in (slots, rows))
+        joined, apart = (attend_cache(q, past, new, mask, 0.3, None, CacheForm("bskd", form)) for form in (False, True))
+        assert torch.equal(joined, apart)
+
+
 def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, 1e-5)
 
@@ -147,7 +188,7 @@ def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", [None, "rms-head", "rms-head-late", "rms-width", "layer-head", "layer-heads"])
 def test_norms_of_queries_and_keys_stand_where_their_kind_says(kind: str | None) -> None:
     cfg = config(qk_norm=kind, biases=frozenset({"qkv"}))
-    attention, x = filled(Attention(cfg, cfg.layers[0], "bskd")), torch.randn(1, 4, 20)
+    attention, x = filled(Attention(cfg, cfg.layers[0], CacheForm())), torch.randn(1, 4, 20)
     cos, sin = torch.rand(1, 4, 1, 6), torch.rand(1, 4, 1, 6)
     scale = torch.tensor([1.0, 1.0, 1.5, 2.0]).view(1, 4, 1, 1)
     mask = torch.zeros(1, 1, 4, 4)

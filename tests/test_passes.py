@@ -81,7 +81,7 @@ def test_the_product_with_a_transposed_weight_becomes_gemm_and_keeps_its_rank() 
         helper.make_node("MatMul", ["x3", "wt"], ["y"]),
     ]
     model = small(nodes, {"axis": np.array([0])})
-    model, changed = passes.gemm_with_table(model)
+    model, changed = passes.gemm_with_transposed(model)
     assert changed
     model, _ = passes.share_constants(model)
     assert ops(model) == {"Unsqueeze": 1, "Reshape": 2, "Gemm": 1}
