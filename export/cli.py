@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import re
 import signal
 import sys
 import textwrap
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollkv.runtime.cli import Parser, UsageError, add_commands, run_commands
+from rollkv.runtime.cli_options import size, sizes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,13 +56,13 @@ def build_parser() -> argparse.ArgumentParser:
         "-c",
         "--chunk-size",
         metavar="c",
-        type=_sizes,
+        type=sizes,
         help="rows of one prefill run (default 128); several, such as 32,128,512, make a prefill graph each",
     )
     export.add_argument(
         "--speculate",
         metavar="ROWS",
-        type=_size,
+        type=size,
         help="make a prefill graph of ROWS rows that gives the logits of all of them, for speculative decoding",
     )
     export.add_argument(
@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--context-buckets",
         metavar="C'",
-        type=_sizes,
+        type=sizes,
         default=(),
         help="smaller visible lengths, such as 256,512, each with graphs of its own: a run with little behind it does "
         "not pay for an empty cache (default none)",
@@ -279,21 +279,6 @@ def verify_command(options: argparse.Namespace) -> int:
     if report.fault:
         print(f"rollkv: verification failed: {report.fault}", file=sys.stderr)
     return 1 if report.fault else 0
-
-
-def _size(text: str) -> int:
-    if not re.fullmatch("-?[0-9]{1,18}", text):  # int() takes digits of any script
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
-    return int(text)
-
-
-def _sizes(text: str) -> list[int]:
-    try:
-        return [_size(part) for part in text.split(",")]
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; allowed: a whole number, or several with commas between them, such as 32,128"
-        ) from None
 
 
 def _folder(lora: str | None) -> Path | None:

@@ -1,4 +1,4 @@
-"""The commands of a board engineer: run, chat, info. They need neither torch nor ONNX.
+"""The commands of a board engineer: run, chat, bench, info. They need neither torch nor ONNX.
 
 Also the frame for every command: one line for a user error, exit codes, closed pipes. Imports only what parsing needs.
 """
@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from rollkv.runtime.cli_options import UsageError, add_generation_flags, number
+from rollkv.runtime.cli_options import UsageError, add_engine_flags, add_generation_flags, number, sizes
 
 __all__ = ["EXTRAS", "UNEXPECTED", "Parser", "UsageError", "add_commands", "main", "run_commands"]
 
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_commands(commands: Any) -> None:
-    """Add run, chat and info to a parser's subcommands."""
+    """Add run, chat, bench and info to a parser's subcommands."""
     run = commands.add_parser(
         "run", help="answer one prompt", description="Answer one prompt on the host, as the board will."
     )
@@ -77,6 +77,26 @@ def add_commands(commands: Any) -> None:
     chat.add_argument("--system", metavar="TEXT", help="system message")
     add_generation_flags(chat)
     chat.set_defaults(main=_chat)
+
+    bench = commands.add_parser(
+        "bench",
+        help="time a bundle on this machine",
+        description="Time a bundle on this machine: prompts, decode steps, the host's share, memory. Run it alone.",
+    )
+    bench.add_argument("bundle", metavar="BUNDLE", help="folder that `rollkv export` wrote")
+    bench.add_argument(
+        "--prompts",
+        metavar="N,N",
+        type=sizes,
+        help="tokens of the prompts (default c, L / 2 and L, as far as they fit)",
+    )
+    bench.add_argument(
+        "--steps", metavar="N", type=number(1), default=32, help="decode steps after each prompt (default 32)"
+    )
+    bench.add_argument("--rounds", metavar="N", type=number(1), default=3, help="repetitions (default 3)")
+    add_engine_flags(bench)
+    bench.add_argument("--json", action="store_true", help="print the report as JSON, in seconds and bytes")
+    bench.set_defaults(main=_bench)
 
     info = commands.add_parser("info", help="say what a bundle holds", description="Say what a bundle holds.")
     info.add_argument("bundle", metavar="BUNDLE", help="folder that `rollkv export` wrote")
@@ -139,6 +159,12 @@ def _chat(options: argparse.Namespace) -> int:
     from rollkv.runtime.cli_run import chat_command
 
     return chat_command(options)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from rollkv.runtime.bench import bench_command
+
+    return bench_command(options)
 
 
 def _info(options: argparse.Namespace) -> int:

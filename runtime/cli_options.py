@@ -121,6 +121,11 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
         choices=ADDRESSES,
         help="the cache's window moves through a larger buffer (moving, default), or stays where it is (fixed)",
     )
+    add_engine_flags(parser)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """How the engine is set up."""
     parser.add_argument(
         "--threads",
         metavar="N",
@@ -149,6 +154,23 @@ def number(least: int | None = None, most: int | None = None) -> Callable[[str],
 
     read.__name__ = "whole number"
     return read
+
+
+def size(text: str) -> int:
+    """A whole number, as a type for argparse."""
+    if not re.fullmatch("-?[0-9]{1,18}", text):  # int() takes digits of any script
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+    return int(text)
+
+
+def sizes(text: str) -> list[int]:
+    """Whole numbers with commas between them, as a type for argparse."""
+    try:
+        return [size(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; allowed: a whole number, or several with commas between them, such as 32,128"
+        ) from None
 
 
 def _decimal(text: str) -> float:

@@ -1,0 +1,86 @@
+"""`rollkv bench`: what is timed, that its parts add up, and what cannot be timed is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import Run, user_error
+
+from rollkv.runtime import bench as module
+from rollkv.runtime.align import PromptError
+from rollkv.runtime.bench import Times, bench
+from rollkv.runtime.bundle import Bundle
+
+
+def test_times_are_the_median_the_ninth_tenth_and_the_hosts_part() -> None:
+    samples = [(float(n), n - 0.5) for n in range(1, 11)]
+    times = Times.of(samples)
+    assert (times.p50, times.p90) == (5.5, 10.0)
+    assert times.host_share == pytest.approx(float(np.median([0.5 / n for n in range(1, 11)])))
+
+
+def test_every_prompt_is_timed_with_steps_after_it(text_bundle: Bundle) -> None:
+    report = bench(str(text_bundle.path), prompts=[5, 30], steps=3, rounds=2, threads=1)
+    assert [p.n for p in report.prompts] == [5, 30]
+    for p in report.prompts:
+        for times in (p.first_token, p.decode):
+            assert 0 < times.p50 <= times.p90
+            assert 0 < times.host_share < 1
+        assert p.prefill_rate == p.n / p.first_token.p50
+        assert p.concatenating > 0
+    assert (report.threads, report.weights) == (1, text_bundle.manifest.weights.unique_bytes)
+    assert report.peak_rss > report.weights
+    assert report.load > 0
+    assert len(report.lines()) == 4
+
+
+def test_the_engines_time_is_that_of_its_runs(text_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that takes no time leaves all of it to the host."""
+    monkeypatch.setattr(module._TimedBinding, "run", lambda self: self._inner.run())
+    report = bench(str(text_bundle.path), prompts=[5], steps=2, rounds=1, threads=1)
+    assert report.prompts[0].decode.host_share == 1
+
+
+def test_the_concatenating_driver_takes_the_same_steps(text_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+    take = np.take
+
+    def spied(array: np.ndarray, *rest: object) -> np.ndarray:
+        taken = take(array, *rest)  # type: ignore[call-overload]
+        shapes.append((array.shape[1], taken.shape[1]))
+        return np.asarray(taken)
+
+    monkeypatch.setattr(module.np, "take", spied)
+    bench(str(text_bundle.path), prompts=[5], steps=2, rounds=1, threads=1)
+    C, caches = text_bundle.manifest.max_kvcache_len, len(text_bundle.manifest.kv_pairs)
+    assert shapes == [(C + 1, C)] * caches * 2
+
+
+def test_prompts_are_c_half_of_l_and_l_as_far_as_the_steps_fit(text_bundle: Bundle) -> None:
+    report = bench(str(text_bundle.path), steps=2, rounds=1, threads=1)  # c = 8, L = 120, C = 160
+    assert [p.n for p in report.prompts] == [8, 60, 120]
+    report = bench(str(text_bundle.path), steps=45, rounds=1, threads=1)
+    assert [p.n for p in report.prompts] == [8, 60, 115]
+
+
+@pytest.mark.parametrize(("given", "most"), [([0], 120), ([8, 121], 120)])
+def test_a_prompt_that_does_not_fit_is_refused(text_bundle: Bundle, given: list[int], most: int) -> None:
+    with pytest.raises(PromptError, match=rf"a prompt of {given[-1]} tokens and 4 steps .* allowed: 1 \.\. {most}"):
+        bench(str(text_bundle.path), prompts=given, steps=4)
+
+
+def test_the_command_prints_a_table_or_json(run: Run, text_bundle: Bundle, tmp_path: Path) -> None:
+    flags = ("--prompts", "5,9", "--steps", 2, "--rounds", 1, "--threads", 1)
+    code, out, err = run("bench", text_bundle.path, *flags)
+    assert (code, err, len(out.splitlines())) == (0, "", 4)
+    code, out, _ = run("bench", text_bundle.path, *flags, "--json", "--low-memory")
+    report = json.loads(out)
+    assert (code, report["low_memory"], [p["n"] for p in report["prompts"]]) == (0, True, [5, 9])
+    first = report["prompts"][0]
+    assert first["decode_tokens_per_second"] == pytest.approx(1 / first["decode"]["p50"])
+    assert "a prompt of 1000 tokens" in user_error(run("bench", text_bundle.path, "--prompts", 1000))
+    assert "'x' is no size" in user_error(run("bench", text_bundle.path, "--prompts", "x"))
+    user_error(run("bench", tmp_path))
