@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import sys
 import time
@@ -144,11 +143,11 @@ def bench(
     most = min(m.max_lm_input_len, min(m.max_kvcache_len, m.max_position) - steps)
     if prompts is None:
         prompts = sorted({n for n in (m.chunk_size, m.max_lm_input_len // 2, most) if 1 <= n <= most})
+    if most < 1:
+        raise PromptError(f"{steps} steps leave no room for a prompt in C = {m.max_kvcache_len}; time fewer steps")
     for n in prompts or [0]:
         if not 1 <= n <= most:
-            raise PromptError(
-                f"a prompt of {n} tokens and {steps} steps after it do not fit; allowed: 1 .. {most} tokens"
-            )
+            raise PromptError(f"a prompt of {n} tokens and {steps} steps after it do not fit; allowed: 1 .. {most}")
     start = time.perf_counter()
     engine = OrtBackend(bundle, threads, low_memory)
     timed = TimedBackend(engine)
@@ -174,8 +173,17 @@ def bench(
         concatenating = _concatenating(m, session, engine, ids[:n], min(8, steps))
         report.prompts.append(PromptTimes(n, Times.of(firsts), Times.of(decodes), concatenating))
     report.weights = m.weights.unique_bytes
-    report.peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    report.peak_rss = _peak_rss()
     return report
+
+
+def _peak_rss() -> int:
+    """Most bytes that this process had in memory; 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _concatenating(m: Manifest, session: Session, engine: OrtBackend, ids: list[int], steps: int) -> float:

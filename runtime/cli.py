@@ -88,7 +88,7 @@ def add_commands(commands: Any) -> None:
         "--prompts",
         metavar="N,N",
         type=sizes,
-        help="tokens of the prompts (default c, L / 2 and L, as far as they fit)",
+        help="tokens of the prompts (default c, L / 2, L, as far as they fit)",
     )
     bench.add_argument(
         "--steps", metavar="N", type=number(1), default=32, help="decode steps after each prompt (default 32)"

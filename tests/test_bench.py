@@ -72,6 +72,11 @@ def test_a_prompt_that_does_not_fit_is_refused(text_bundle: Bundle, given: list[
         bench(str(text_bundle.path), prompts=given, steps=4)
 
 
+def test_steps_that_leave_no_room_are_refused(text_bundle: Bundle) -> None:
+    with pytest.raises(PromptError, match="160 steps leave no room for a prompt in C = 160; time fewer steps"):
+        bench(str(text_bundle.path), steps=160)
+
+
 def test_the_command_prints_a_table_or_json(run: Run, text_bundle: Bundle, tmp_path: Path) -> None:
     flags = ("--prompts", "5,9", "--steps", 2, "--rounds", 1, "--threads", 1)
     code, out, err = run("bench", text_bundle.path, *flags)
