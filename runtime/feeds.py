@@ -5,6 +5,7 @@ Positions and masks come from `align.py` and `mask.py`. P, p and c as in the con
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -21,7 +22,6 @@ from rollkv.runtime.mask import fill_mask
 from rollkv.runtime.prompt import Prompt
 
 _ALIGNMENT = 64  # bytes
-_MANY = 1 << 18  # numbers, from which on a sum is faster than a flag for each
 
 
 class GraphArrays:
@@ -127,12 +127,11 @@ def _rows(tables: Mapping[str, EmbeddingTable], role: str, prompt: Prompt) -> ND
 def _all_finite(part: Array, flags: NDArray[np.bool_]) -> bool:
     """Whether every number is finite. flags: as long as part.
 
-    Of many numbers the sum is looked at first: it is finite only if all are, and takes two thirds of the time.
+    The sum is looked at first: it is finite only if all are. `einsum` adds up in half the time that `sum` or a flag
+    for each number takes.
     """
-    if len(part) > _MANY and part.dtype == np.float32:
-        with np.errstate(all="ignore"):
-            if np.isfinite(np.add.reduce(part)):
-                return True
+    if part.dtype == np.float32 and math.isfinite(np.einsum("i->", part)):
+        return True
     return bool(np.count_nonzero(np.isfinite(part, out=flags)) == len(part))
 
 
