@@ -132,6 +132,12 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     return next(i for i in range(end) if a[i] != b[i])
 
 
+def check_word(name: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise PromptError when a setting is none of the allowed words."""
+    if not isinstance(value, str) or value not in allowed:
+        raise PromptError(f"{name} {value!r} is unknown; allowed: {', '.join(allowed)}")
+
+
 def whole_number(name: str, value: Any) -> int:
     """An integer of Python or NumPy as int. Raises PromptError for anything else, a truth value too."""
     try:

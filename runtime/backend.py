@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollkv.runtime.bundle import Bundle, BundleError, GraphInfo, ValueInfo
+from rollkv.runtime.weights import MappedWeights
 
 Array = NDArray[Any]
 
@@ -108,16 +109,16 @@ def import_onnxruntime() -> Any:
 class OrtBackend:
     """ONNX Runtime on the CPU, inputs and outputs bound to NumPy memory.
 
-    All graphs map the one weight file, whose pages the system shares. By default each also keeps its own packed copy
-    of the weights, as ONNX Runtime does unless told otherwise; `low_memory` leaves the copies out and computes from
-    the mapped file. What either costs is in docs/runtime.md.
+    The weight file is mapped once for all graphs. With memory="fast" each keeps its own packed copy of the weights, as
+    ONNX Runtime does unless told otherwise, and the mapped pages are let go; "low" leaves the copies out and computes
+    from the mapped file. What either costs is in docs/runtime.md.
     """
 
     def __init__(
         self,
         bundle: Bundle,
         threads: int | None = None,
-        low_memory: bool = False,
+        memory: str = "fast",
         graphs: Sequence[GraphInfo] | None = None,
     ) -> None:
         """graphs: to load now, all by default; others are loaded when they are first used.
@@ -128,7 +129,8 @@ class OrtBackend:
             warnings.warn(
                 "this bundle is float16: the CPU computes it slowly, and not with an NPU's rounding", stacklevel=2
             )
-        self._bundle, self._threads, self._prepack = bundle, threads or available_threads(), not low_memory
+        self._bundle, self._threads, self._memory = bundle, threads or available_threads(), memory
+        self._weights = MappedWeights(bundle.path / bundle.manifest.weights.file)
         self._engines: dict[str, _Engine] = {}
         self._loading = threading.Lock()
         for graph in bundle.manifest.graphs if graphs is None else graphs:
@@ -145,20 +147,27 @@ class OrtBackend:
     def _engine(self, graph: GraphInfo) -> _Engine:
         with self._loading:
             if graph.file not in self._engines:
-                self._engines[graph.file] = _Engine(self._bundle, graph, self._threads, self._prepack)
+                packed = self._memory == "fast"
+                self._engines[graph.file] = _Engine(self._bundle, graph, self._weights, self._threads, packed)
+                if packed:
+                    self._weights.release()
             return self._engines[graph.file]
 
 
 class _Engine:
     """One loaded graph."""
 
-    def __init__(self, bundle: Bundle, graph: GraphInfo, threads: int, prepack: bool) -> None:
+    def __init__(self, bundle: Bundle, graph: GraphInfo, weights: MappedWeights, threads: int, prepack: bool) -> None:
         onnxruntime = import_onnxruntime()
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
         if not prepack:
             options.add_session_config_entry("session.disable_prepacking", "1")
+        self._weights = []  # ONNX Runtime has their addresses only
+        for name, array in weights.of(bundle.path / graph.file).items():
+            self._weights.append(onnxruntime.OrtValue.ortvalue_from_numpy(array))
+            options.add_initializer(name, self._weights[-1])
         try:
             self._session = onnxruntime.InferenceSession(
                 str(bundle.path / graph.file), options, providers=["CPUExecutionProvider"]

@@ -68,7 +68,7 @@ class BenchReport:
 
     bundle: str
     threads: int
-    low_memory: bool
+    memory: str
     load: float
     prompts: list[PromptTimes] = field(default_factory=list)
     peak_rss: int = 0  # of the process, the concatenating driver's caches included
@@ -131,7 +131,7 @@ def bench(
     steps: int = 32,
     rounds: int = 3,
     threads: int | None = None,
-    low_memory: bool = False,
+    memory: str = "fast",
 ) -> BenchReport:
     """Measure a bundle. prompts: numbers of tokens, by default c, L / 2 and L, as far as `steps` fit after them.
 
@@ -149,10 +149,10 @@ def bench(
         if not 1 <= n <= most:
             raise PromptError(f"a prompt of {n} tokens and {steps} steps after it do not fit; allowed: 1 .. {most}")
     start = time.perf_counter()
-    engine = OrtBackend(bundle, threads, low_memory)
+    engine = OrtBackend(bundle, threads, memory)
     timed = TimedBackend(engine)
     session = Session(LoadedBundle(bundle, backend=timed))
-    report = BenchReport(folder, threads or available_threads(), low_memory, time.perf_counter() - start)
+    report = BenchReport(folder, threads or available_threads(), memory, time.perf_counter() - start)
     ids = np.random.default_rng(SEED).integers(0, m.vocab_size, max(prompts)).tolist()
 
     def timing(work: Any) -> tuple[float, float]:
@@ -214,7 +214,7 @@ def bench_command(options: argparse.Namespace) -> int:
         steps=options.steps,
         rounds=options.rounds,
         threads=options.threads,
-        low_memory=options.low_memory,
+        memory=options.memory,
     )
     print(json.dumps(report.to_dict(), indent=2) if options.json else "\n".join(report.lines()))
     return 0

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from rollkv.runtime.limits import ADDRESSES, DEFAULT_NEW_TOKENS, DEFAULT_SINKS, ON_LIMIT
+from rollkv.runtime.limits import ADDRESSES, DEFAULT_NEW_TOKENS, DEFAULT_SINKS, MEMORIES, ON_LIMIT
 
 
 class UsageError(ValueError):
@@ -133,9 +133,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="threads of ONNX Runtime (default: the cores of this process)",
     )
     parser.add_argument(
-        "--low-memory",
-        action="store_true",
-        help="do not let ONNX Runtime keep a packed copy of the weights; slower prefill",
+        "--memory",
+        choices=MEMORIES,
+        default="fast",
+        help="fast: ONNX Runtime keeps a packed copy of the weights for each graph; low: none, and slower "
+        "(default: fast)",
     )
 
 
@@ -245,7 +247,7 @@ def generation_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def session_options(options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `Session` from the flags; what has a default there only where it is given."""
-    given: dict[str, Any] = {"threads": options.threads, "low_memory": options.low_memory}
+    given: dict[str, Any] = {"threads": options.threads, "memory": options.memory}
     if options.chunk_size is not None:
         given["chunk_sizes"] = (options.chunk_size,)
     if options.addresses is not None:

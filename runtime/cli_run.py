@@ -148,7 +148,7 @@ def _drafter(options: argparse.Namespace, target: Session) -> Drafter | None:
 
     if options.speculate == "lookup":
         return PromptLookup()
-    draft = Session(options.speculate, threads=options.threads, low_memory=options.low_memory)
+    draft = Session(options.speculate, threads=options.threads, memory=options.memory)
     return DraftModel(draft, target.manifest)
 
 

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from rollkv.runtime.align import PromptError, whole_number
+from rollkv.runtime.align import PromptError, check_word, whole_number
 from rollkv.runtime.backend import Array, Backend, Binding, CopyingBinding, OrtBackend
 from rollkv.runtime.bundle import Bundle, BundleError, GraphInfo, Manifest, open_bundle
 from rollkv.runtime.embedding import EmbeddingTable
+from rollkv.runtime.limits import MEMORIES
 
 
 class LoadedBundle:
@@ -32,18 +33,20 @@ class LoadedBundle:
         *,
         backend: Backend | None = None,
         threads: int | None = None,
-        low_memory: bool = False,
+        memory: str = "fast",
         costs: Mapping[int, float] | None = None,
         chunk_sizes: Sequence[int] | None = None,
     ) -> None:
         """bundle: the folder, or one that is open. backend: what runs the graphs, by default ONNX Runtime.
 
+        memory: "fast", where ONNX Runtime keeps a packed copy of the weights for each graph, or "low", without them.
         costs: rows of a graph -> what a run of it costs, in any unit; by them prompts are divided among chunk sizes.
         chunk_sizes: prefill graphs to load at once; the engine loads others when they are first used. None: all.
         Raises BundleError when the folder does not hold a bundle, PromptError for costs that do not fit the graphs.
         """
         if not isinstance(bundle, str | os.PathLike | Bundle):
             raise BundleError(f"bundle is {bundle!r}, allowed: the folder that `rollkv export` wrote")
+        check_word("memory", memory, MEMORIES)
         self.bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
         m = self.bundle.manifest
         graphs = sorted((g for g in m.graphs if g.role in ("prefill", "decode")), key=lambda graph: graph.kv_len)
@@ -58,7 +61,7 @@ class LoadedBundle:
         self.costs = {} if costs is None else self._read_costs(costs)
         if backend is None:
             graphs = [g for g in graphs if g.role == "decode" or chunk_sizes is None or g.rows in chunk_sizes]
-            backend = OrtBackend(self.bundle, threads, low_memory, graphs)
+            backend = OrtBackend(self.bundle, threads, memory, graphs)
         self.backend: Backend = backend
         roles = {value.role for value in self.decode.inputs}
         self.tables = {

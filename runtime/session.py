@@ -17,7 +17,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rollkv.runtime.align import LimitError, PromptError, check_protect, common_length, kept_ranges, whole_number
+from rollkv.runtime.align import (
+    LimitError,
+    PromptError,
+    check_protect,
+    check_word,
+    common_length,
+    kept_ranges,
+    whole_number,
+)
 from rollkv.runtime.backend import Array, Backend
 from rollkv.runtime.bundle import Bundle, GraphInfo, Manifest
 from rollkv.runtime.cover import Run, plan_runs
@@ -49,14 +57,15 @@ class Session:
         *,
         backend: Backend | None = None,
         threads: int | None = None,
-        low_memory: bool = False,
+        memory: str | None = None,
         chunk_sizes: Sequence[int] | None = None,
         addresses: str = "moving",
         slack: int | None = None,
         prefixes: PrefixStore | None = None,
     ) -> None:
-        """bundle: the folder, one that is open, or one that is loaded, to which backend, threads, low_memory belong.
+        """bundle: the folder, one that is open, or one that is loaded, to which backend, threads, memory belong.
 
+        memory: "fast" (default), where ONNX Runtime keeps a packed copy of the weights for each graph, or "low".
         chunk_sizes: rows of the prefill graphs to use, of those in the bundle; None: all.
         addresses: "moving", where past inputs move through a buffer with room for `slack` tokens more (by default as
         many as there are slots), or "fixed", for a board that registers addresses once, where every
@@ -65,14 +74,14 @@ class Session:
         """
         sizes = read_sizes(chunk_sizes)
         if isinstance(bundle, LoadedBundle):
-            if backend is not None or threads is not None or low_memory:
-                raise PromptError("backend, threads and low_memory belong to the LoadedBundle that is given")
+            if backend is not None or threads is not None or memory is not None:
+                raise PromptError("backend, threads and memory belong to the LoadedBundle that is given")
             self.loaded = bundle
         else:
             self.loaded = LoadedBundle(
-                bundle, backend=backend, threads=threads, low_memory=low_memory, chunk_sizes=sizes
+                bundle, backend=backend, threads=threads, memory=memory or "fast", chunk_sizes=sizes
             )
-        _check_word("addresses", addresses, ADDRESSES)
+        check_word("addresses", addresses, ADDRESSES)
         if slack is not None and not 1 <= whole_number("slack", slack) <= MOST_SLACK:
             raise PromptError(f"slack is {slack}, allowed: 1 .. {MOST_SLACK}")
         if prefixes is not None and not isinstance(prefixes, PrefixStore):
@@ -237,7 +246,7 @@ class Session:
     def room(self, on_limit: str = "stop") -> int:
         """How many more tokens can be taken: until C for "stop", until the model's last position for the others too."""
         with self.lock:
-            _check_word("on_limit", on_limit, ON_LIMIT)
+            check_word("on_limit", on_limit, ON_LIMIT)
             return self.sequence.room(on_limit)
 
     # Saved states
@@ -280,7 +289,7 @@ class Session:
             drafter.check(self.manifest)
 
     def _read_policy(self, on_limit: str, sinks: int) -> Policy:
-        _check_word("on_limit", on_limit, ON_LIMIT)
+        check_word("on_limit", on_limit, ON_LIMIT)
         slots = self.manifest.max_kvcache_len
         if on_limit == "sinks" and not 1 <= whole_number("sinks", sinks) < slots:
             raise PromptError(f"sinks is {sinks}, allowed: 1 .. {slots - 1}, less than C")
@@ -381,8 +390,3 @@ class Session:
             arrays = sequence.exactly(graph)
             arrays.fill(run, self.position, self.sequence.rotary_at(self.position), Prompt(list(ids)))
             return arrays.feeds()
-
-
-def _check_word(name: str, value: str, allowed: Sequence[str]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        raise PromptError(f"{name} {value!r} is unknown; allowed: {', '.join(allowed)}")

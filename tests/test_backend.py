@@ -172,13 +172,13 @@ def test_engine_optimisations_change_little_and_not_the_best_token(each):
 
 def test_low_memory_gives_the_same_numbers(each):
     ids = some_ids(20)
-    usual, low = (Session(each, backend=OrtBackend(each, threads=1, low_memory=choice)) for choice in (False, True))
+    usual, low = (Session(each, backend=OrtBackend(each, threads=1, memory=choice)) for choice in ("fast", "low"))
     assert relative(low.prefill(ids), usual.prefill(ids)) < 1e-5
     assert relative(low.decode(7), usual.decode(7)) < 1e-5
 
 
-@pytest.mark.parametrize("low", [False, True])
-def test_low_memory_and_threads_reach_the_engine(llama, monkeypatch, low):
+@pytest.mark.parametrize("memory", ["fast", "low"])
+def test_memory_and_threads_reach_the_engine(llama, monkeypatch, memory):
     import onnxruntime
 
     made, make = [], onnxruntime.InferenceSession
@@ -187,10 +187,10 @@ def test_low_memory_and_threads_reach_the_engine(llama, monkeypatch, low):
         "InferenceSession",
         lambda path, options, **more: made.append(options) or make(path, options, **more),
     )
-    OrtBackend(llama, threads=2, low_memory=low)
+    OrtBackend(llama, threads=2, memory=memory)
     assert [options.intra_op_num_threads for options in made] == [2, 2]
     for options in made:
-        if low:
+        if memory == "low":
             assert options.get_session_config_entry("session.disable_prepacking") == "1"
         else:
             with pytest.raises(RuntimeError, match="disable_prepacking"):

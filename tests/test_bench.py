@@ -81,9 +81,9 @@ def test_the_command_prints_a_table_or_json(run: Run, text_bundle: Bundle, tmp_p
     flags = ("--prompts", "5,9", "--steps", 2, "--rounds", 1, "--threads", 1)
     code, out, err = run("bench", text_bundle.path, *flags)
     assert (code, err, len(out.splitlines())) == (0, "", 4)
-    code, out, _ = run("bench", text_bundle.path, *flags, "--json", "--low-memory")
+    code, out, _ = run("bench", text_bundle.path, *flags, "--json", "--memory", "low")
     report = json.loads(out)
-    assert (code, report["low_memory"], [p["n"] for p in report["prompts"]]) == (0, True, [5, 9])
+    assert (code, report["memory"], [p["n"] for p in report["prompts"]]) == (0, "low", [5, 9])
     first = report["prompts"][0]
     assert first["decode_tokens_per_second"] == pytest.approx(1 / first["decode"]["p50"])
     assert "a prompt of 1000 tokens" in user_error(run("bench", text_bundle.path, "--prompts", 1000))

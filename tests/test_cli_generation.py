@@ -83,7 +83,7 @@ def options_of(run: Run, folder: Path, *flags: Any) -> dict[str, Any]:
 
 def test_without_flags_the_session_gets_the_defaults(run: Run, told: Path) -> None:
     options = options_of(run, told)
-    assert Told.made[0].settings == {"threads": None, "low_memory": False}
+    assert Told.made[0].settings == {"threads": None, "memory": "fast"}
     sampling = options.pop("sampling")
     assert (sampling.temperature, sampling.logit_bias) == (0, {})
     assert options == {
@@ -106,7 +106,7 @@ def test_every_flag_reaches_the_session(run: Run, told: Path) -> None:
     assert (options["min_new_tokens"], options["max_new_tokens"]) == (3, 3)
     assert (options["on_limit"], options["sinks"]) == ("sinks", 9)
     assert options["sampling"].logit_bias == {5: -2.5, 7: 1000.0}
-    assert Told.made[-1].settings == {"threads": 1, "low_memory": False, "chunk_sizes": (32,), "addresses": "fixed"}
+    assert Told.made[-1].settings == {"threads": 1, "memory": "fast", "chunk_sizes": (32,), "addresses": "fixed"}
 
 
 def test_graphs_are_measured_before_the_prefix_is_loaded_and_the_times_are_said(
@@ -125,7 +125,7 @@ def test_speculation_is_by_lookup_or_by_a_bundle_and_reported(run: Run, told: Pa
     drafts = write(tmp_path / "small", byte_level())
     options = options_of(run, told, "--speculate", drafts, "--threads", 2)
     kind, session, target = options["speculate"]
-    assert (kind, session.bundle.path, session.settings) == ("draft", drafts, {"threads": 2, "low_memory": False})
+    assert (kind, session.bundle.path, session.settings) == ("draft", drafts, {"threads": 2, "memory": "fast"})
     assert target is Told.made[-2].manifest, "the two are compared"
 
 
