@@ -133,7 +133,11 @@ class OrtBackend:
         self._weights = MappedWeights(bundle.path / bundle.manifest.weights.file)
         self._engines: dict[str, _Engine] = {}
         self._loading = threading.Lock()
-        for graph in bundle.manifest.graphs if graphs is None else graphs:
+        self.load(bundle.manifest.graphs if graphs is None else graphs)
+
+    def load(self, graphs: Sequence[GraphInfo]) -> None:
+        """Load graphs that are not loaded yet, which their first run would do. Raises as the constructor."""
+        for graph in graphs:
             self._engine(graph)
 
     def run(self, graph: GraphInfo, feeds: Mapping[str, Array]) -> Mapping[str, Array]:

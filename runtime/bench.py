@@ -190,7 +190,7 @@ def _concatenating(m: Manifest, session: Session, engine: OrtBackend, ids: list[
     """Median seconds of a decode step whose caches are made anew by concatenation, as most drivers do."""
     session.reset()
     session.prefill(ids)
-    graph = session.loaded.decode
+    graph = session.loaded.serving(session.loaded.decode, session.position + steps - 1, session.sequence.cache.kv_len)
     new_of = dict(m.kv_pairs)
     axes = {v.name: SLOT_AXES[m.kv_layout][v.role == "past_value"] for v in graph.inputs if v.name in new_of}
     samples = []

@@ -111,12 +111,15 @@ class Generation(Iterator[int]):
     def _next(self) -> int | None:
         """The next id, or None when `finish_reason` is set."""
         session, policy = self._session, self._admitted.policy
+        if len(self.generated) >= self._max:
+            self.finish_reason = "length"
+            return None
         if session.sequence.changes != self._changes:
             raise PromptError(
                 f"the session is at token {session.position}, this generation continues at {self._at}: "
                 "it was reset, went back or took other tokens since; start a new generation"
             )
-        if len(self.generated) >= self._max or (self.generated and session.sequence.room(policy.on_limit) < 1):
+        if self.generated and session.sequence.room(policy.on_limit) < 1:
             self.finish_reason = "length"
             return None
         if self._found and session.sequence.ahead:

@@ -107,6 +107,11 @@ class LoadedBundle:
         graphs = (graph for rows, graph in self.prefill.items() if graph.head == "all" and rows > 1)
         return next(graphs, None)
 
+    def prepare(self, graph: GraphInfo) -> None:
+        """Load a graph and those of its smaller visible lengths, so that no run of them waits for it."""
+        if isinstance(self.backend, OrtBackend):
+            self.backend.load(self._lengths[graph.file])
+
     def bind(self, graph: GraphInfo, arrays: Mapping[str, Array]) -> Binding:
         """A graph with the arrays of a session, every input and output by name."""
         bind = getattr(self.backend, "bind", None)

@@ -69,7 +69,8 @@ def fill_mask(mask: NDArray[np.floating], past: int, pads: int, mask_value: floa
     before = min(past, stored)  # cached tokens that are stored and visible without a window
     if window is None:
         mask[pads:, stored - before : stored] = 0.0
-        mask[pads:, stored + pads :] = _causal_block(rows - pads, mask_value, mask.dtype)
+        size = rows - pads
+        mask[pads:, stored + pads :] = _causal_block(rows, mask_value, mask.dtype)[:size, :size]
         return
     for row in range(pads, rows):
         last = stored + row  # this row's own slot
@@ -78,9 +79,10 @@ def fill_mask(mask: NDArray[np.floating], past: int, pads: int, mask_value: floa
         mask[row, max(stored + pads, last - window + 1) : last + 1] = 0.0
 
 
-@lru_cache(maxsize=16)
-def _causal_block(size: int, mask_value: float, dtype: np.dtype[Any]) -> NDArray[np.floating]:
-    """Visible on and below the diagonal, (size, size); read-only."""
-    block = np.where(np.tri(size, dtype=np.bool_), 0.0, mask_value).astype(dtype)
+@lru_cache(maxsize=8)
+def _causal_block(rows: int, mask_value: float, dtype: np.dtype[Any]) -> NDArray[np.floating]:
+    """Visible on and below the diagonal, (rows, rows), kept for each number of rows; read-only."""
+    block = np.full((rows, rows), mask_value, dtype)
+    block[np.tri(rows, dtype=np.bool_)] = 0.0
     block.flags.writeable = False
     return block

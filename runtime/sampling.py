@@ -59,6 +59,12 @@ class SamplingOptions:
             _check_integer("seed", self.seed, "an integer >= 0, or None")
         object.__setattr__(self, "logit_bias", MappingProxyType(_checked_bias(self.logit_bias)))
 
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise SamplingError when logit_bias names an id outside of the vocabulary."""
+        largest = max(self.logit_bias, default=0)
+        if largest >= vocab_size:
+            raise SamplingError(f"logit_bias holds token id {largest}; allowed: 0 .. {vocab_size - 1}, the vocabulary")
+
     def __reduce__(self) -> tuple[Any, ...]:  # for pickle and copy, which know no MappingProxyType
         return partial(SamplingOptions, **{**vars(self), "logit_bias": dict(self.logit_bias)}), ()
 

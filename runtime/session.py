@@ -238,6 +238,7 @@ class Session:
         )
         if speculate is not None:
             self._check_drafter(speculate)
+        options.sampling.check_ids(self.manifest.vocab_size)
         with self.lock:
             prompt = read_prompt(self.manifest, ids, embeds, positions)
             admitted = self._admit(prompt, truncate, keep_head, protect, self._read_policy(on_limit, sinks), reuse)
@@ -286,7 +287,10 @@ class Session:
         if not callable(getattr(drafter, "propose", None)):
             raise PromptError(f"speculate is {drafter!r}, allowed: a drafter, such as PromptLookup()")
         if isinstance(drafter, DraftModel):
+            if drafter.drafts_in(self):
+                raise PromptError("the drafter uses the session that it drafts for; give it a session of its own")
             drafter.check(self.manifest)
+        self.loaded.prepare(self.loaded.verifier)
 
     def _read_policy(self, on_limit: str, sinks: int) -> Policy:
         check_word("on_limit", on_limit, ON_LIMIT)
@@ -383,8 +387,17 @@ class Session:
         return logits
 
     def feeds(self, graph: GraphInfo, run: Run, ids: Sequence[int]) -> dict[str, Array]:
-        """Every input of `graph` for a run of `ids` after the tokens so far: the session's own arrays."""
+        """Every input of `graph` for a run of `ids` after the tokens so far: the session's own arrays.
+
+        Raises LimitError when the graph sees too few slots for them.
+        """
         with self.lock:
+            needed = max(self.position + graph.rows, self.sequence.cache.kv_len)
+            if graph.kv_len < min(needed, self.manifest.max_kvcache_len):
+                raise LimitError(
+                    f"graph {graph.file} sees {graph.kv_len} slots, too few for {graph.rows} rows after "
+                    f"{self.position} tokens; give one that sees C"
+                )
             sequence = self.sequence
             sequence.settle()
             arrays = sequence.exactly(graph)

@@ -6,6 +6,7 @@ no graph; of a session it knows what `DraftSession` says.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollkv.runtime.align import LimitError, PromptError, common_length
+from rollkv.runtime.backend import BackendError
 from rollkv.runtime.manifest import Manifest
+from rollkv.runtime.sampling import NonFiniteLogits
 
 _TAIL = 32  # tokens that must be as before for the sequence to count as the same one, grown
 
@@ -141,8 +144,13 @@ class DraftModel:
     def __init__(self, session: DraftSession, target_manifest: Manifest | None = None) -> None:
         """target_manifest: of the bundle that it drafts for; if given, `check` is called with it."""
         self._session = session
+        self._failed = False  # and that was said
         if target_manifest is not None:
             self.check(target_manifest)
+
+    def drafts_in(self, session: object) -> bool:
+        """Whether this is the session that it drafts with."""
+        return self._session is session
 
     def check(self, target: Manifest) -> None:
         """Raise SpeculationError unless the draft's ids mean the same as the target's.
@@ -165,6 +173,7 @@ class DraftModel:
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """Up to `count` ids, each the draft's best after those before; fewer where its cache ends.
 
+        What fails in its engine, or is not finite, ends a guess and is warned of once.
         Empty where `tokens` holds an embedding (-1) or is longer than the draft bundle takes (its L, C, max_position).
         """
         session = self._session
@@ -179,13 +188,17 @@ class DraftModel:
         except (LimitError, PromptError):  # what it forgot, or that another thread changed
             session.reset()
             same = 0
+        drafted: list[int] = []
         try:
-            logits = session.prefill(tokens[same:])
+            drafted.append(int(np.argmax(session.prefill(tokens[same:]))))
+            while len(drafted) < count and session.room() >= 1:
+                drafted.append(int(np.argmax(session.decode(drafted[-1]))))
         except (LimitError, PromptError):  # of its L
-            return []
-        drafted = [int(np.argmax(logits))]
-        while len(drafted) < count and session.room() >= 1:
-            drafted.append(int(np.argmax(session.decode(drafted[-1]))))
+            pass
+        except (BackendError, NonFiniteLogits) as error:
+            if not self._failed:
+                warnings.warn(f"the draft {session.manifest.source.id} cannot guess: {error}", stacklevel=2)
+            self._failed = True
         return drafted
 
 

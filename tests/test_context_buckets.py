@@ -19,8 +19,10 @@ from rollkv.export.reference import Reference
 from rollkv.export.signature import ExportError, graph_inputs, resolve
 from rollkv.models.checkpoint import open_checkpoint
 from rollkv.runtime import Session
+from rollkv.runtime.align import LimitError
 from rollkv.runtime.backend import OrtBackend
 from rollkv.runtime.bundle import Bundle
+from rollkv.runtime.cover import Run as PlannedRun
 
 LAYOUTS = ("bskd", "bksd", "bksd-kt")
 BUCKETS = {"chunk_size": (4, 8), "context_buckets": (12, 24)}  # L = 40, C = 48
@@ -205,3 +207,13 @@ def test_the_command_line_takes_lengths_and_info_shows_them(run: Run, source: Pa
 
 def _off(wanted: Any, got: Any) -> float:
     return float(np.abs(np.asarray(wanted) - np.asarray(got)).max() / np.abs(np.asarray(wanted)).max())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_feeds_for_a_graph_that_sees_too_little_are_refused(layout: str) -> None:
+    session, _ = toy(c=4, C=24, layout=layout, buckets=(8, 12))
+    session.prefill(some_ids(12))
+    short = next(g for g in session.manifest.graphs if g.role == "decode" and g.kv_len == 8)
+    with pytest.raises(LimitError, match=r"sees 8 slots, too few for 1 rows after 12 tokens; give one that sees C"):
+        session.feeds(short, PlannedRun(1, 0), [5])
+    assert session.feeds(session.loaded.decode, PlannedRun(1, 0), [5])["attention_mask"].shape[-1] == 24

@@ -3,7 +3,7 @@ import pytest
 from toy_model import Failing, ToyBackend, run_ends, some_ids, toy, toy_bundle, whole_pass
 
 from rollkv.runtime.align import PromptError
-from rollkv.runtime.sampling import NonFiniteLogits
+from rollkv.runtime.sampling import NonFiniteLogits, SamplingError, SamplingOptions
 from rollkv.runtime.session import Session
 
 C = 24
@@ -140,3 +140,18 @@ def test_logits_that_are_not_finite_stop_a_generation_with_a_message():
     bundle = toy_bundle()
     with pytest.raises(NonFiniteLogits, match=r"1 of 23 logits of graph prefill\.onnx are not finite"):
         next(Session(bundle, backend=Broken(bundle)).generate([1]))
+
+
+def test_a_generation_that_has_given_its_last_token_ends_with_length_whatever_the_session_did_then():
+    session, _ = toy()
+    reply = session.generate(some_ids(3), max_new_tokens=2)
+    tokens = [next(reply), next(reply)]
+    session.decode(5)
+    assert (list(reply), len(tokens), reply.finish_reason) == ([], 2, "length")
+
+
+def test_a_bias_of_an_id_outside_of_the_vocabulary_is_refused_before_anything_runs():
+    session, _ = toy()
+    with pytest.raises(SamplingError, match=r"logit_bias holds token id 1000000; allowed: 0 \.\. "):
+        session.generate([1, 2, 3], sampling=SamplingOptions(logit_bias={10**6: 1.0}))
+    assert session.position == 0

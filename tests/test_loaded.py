@@ -14,7 +14,7 @@ from rollkv.runtime.backend import OrtBackend
 from rollkv.runtime.loaded import LoadedBundle
 from rollkv.runtime.prefix_store import PrefixStore
 from rollkv.runtime.session import Session
-from rollkv.runtime.speculation import DraftModel
+from rollkv.runtime.speculation import DraftModel, PromptLookup
 
 
 class BindingBackend:
@@ -215,7 +215,15 @@ def test_two_threads_on_one_generation_feed_nothing_twice():
 def test_a_drafter_on_the_session_that_it_drafts_for_is_refused():
     bundle = toy_bundle(c=8, speculate=4)
     session = Session(bundle, backend=ToyBackend(bundle))
-    generation = session.generate([1, 2, 3], speculate=DraftModel(session))
+    with pytest.raises(PromptError, match="the drafter uses the session that it drafts for"):
+        session.generate([1, 2, 3], speculate=DraftModel(session))
+
+    class Meddling:
+        def propose(self, tokens, count):
+            session.decode(tokens[-1])
+            return [5]
+
+    generation = session.generate([1, 2, 3], speculate=Meddling())
     next(generation)
     with pytest.raises(PromptError, match="the drafter used the session that it drafts for"):
         next(generation)
@@ -275,3 +283,12 @@ def test_a_failure_while_pinned_tokens_are_written_leaves_the_cache_as_it_was(la
     assert session.tokens == ids
     session.rewind(20)
     close(session.prefill(ids, reuse=True), whole_pass(ids)[-1])
+
+
+def test_the_graph_that_verifies_drafts_is_loaded_before_the_answer_begins(bundle):
+    made = bundle("llama", chunk_size=(8,), speculate=4)
+    loaded = LoadedBundle(made, threads=1, chunk_sizes=[8])
+    session = Session(loaded, chunk_sizes=[8])
+    assert len(loaded.backend._engines) == 2
+    session.generate([5, 6, 7], speculate=PromptLookup())
+    assert len(loaded.backend._engines) == 3

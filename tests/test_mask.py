@@ -5,7 +5,7 @@ import pytest
 
 from rollkv.runtime.align import pad_left
 from rollkv.runtime.cover import plan_runs
-from rollkv.runtime.mask import causal_mask, chunk_mask, run_mask
+from rollkv.runtime.mask import _causal_block, causal_mask, chunk_mask, run_mask
 
 M = -32768.0
 
@@ -137,3 +137,10 @@ def test_float16_and_float32_masks_show_the_same():
     for past in (0, 3, 20):
         half, single = (run_mask(past, 1, 4, 10, M, dtype=kind) for kind in (np.float16, np.float32))
         np.testing.assert_array_equal(half, single)
+
+
+def test_what_is_kept_between_masks_does_not_grow_with_the_lengths_of_prompts():
+    before = _causal_block.cache_info().currsize
+    for pads in range(37):
+        run_mask(0, pads, 37, 64, -32768.0)
+    assert _causal_block.cache_info().currsize <= before + 1

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 import struct
 
 import numpy as np
@@ -333,3 +334,16 @@ def test_random_bytes_after_the_start_never_end_in_anything_but_a_refusal(tmp_pa
     for _ in range(200):
         text = rng.integers(0, 256, rng.integers(1, 200), np.uint8).tobytes()
         refused(with_header(tmp_path / "p", text), "not JSON")
+
+
+def test_a_folder_that_cannot_be_synced_does_not_turn_a_finished_save_into_an_error(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def only_files(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "not supported")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    save_prefix(tmp_path / "p", some_snapshot())
+    same(load_prefix(tmp_path / "p", BUNDLE), some_snapshot())

@@ -6,7 +6,8 @@ from conftest import Recorder
 from toy_model import ToyBackend, V, close, some_ids, toy_bundle, whole_pass
 
 from rollkv.runtime.align import PromptError
-from rollkv.runtime.sampling import SamplingOptions
+from rollkv.runtime.backend import BackendError
+from rollkv.runtime.sampling import NonFiniteLogits, SamplingOptions
 from rollkv.runtime.session import Session
 from rollkv.runtime.speculation import DraftModel, PromptLookup
 
@@ -193,3 +194,29 @@ def test_a_bundle_without_such_a_graph_is_refused_with_the_cure():
     with pytest.raises(PromptError, match=r"no graph that gives the logits of every row.*--speculate 8"):
         bare.generate([1, 2], speculate=PromptLookup())
     assert not recorder.runs
+
+
+@pytest.mark.parametrize("error", [BackendError("the engine stopped"), NonFiniteLogits("3 of 9 logits are not finite")])
+def test_a_draft_model_that_fails_costs_no_token_and_says_so_once(error):
+    ids = some_ids(9)
+    want = plain(ids, 12)
+    broken, _ = session()
+
+    def fails(*_):
+        raise error
+
+    broken.prefill = fails
+    fast, _ = session()
+    generation = fast.generate(ids, max_new_tokens=12, speculate=DraftModel(broken))
+    with pytest.warns(UserWarning, match=f"the draft .* cannot guess: {error}") as caught:
+        tokens = list(generation)
+    assert (tokens, len(caught)) == (want, 1)
+    assert (generation.speculation.drafted, generation.finish_reason) == (0, "length")
+
+
+def test_a_draft_model_over_the_session_itself_is_refused_before_anything_runs():
+    one, _ = session()
+    drafter = DraftModel(one)
+    with pytest.raises(PromptError, match="give it a session of its own"):
+        one.generate([1, 2, 3], speculate=drafter)
+    assert one.position == 0
