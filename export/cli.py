@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gc
 import importlib.util
 import json
 import signal
@@ -22,7 +23,10 @@ from rollkv.runtime.cli_options import size, sizes
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command."""
-    return run_commands(build_parser(), arguments)
+    code = run_commands(build_parser(), arguments)
+    if arguments is None:  # the process ends: its last search for cycles would look at every object of torch's
+        gc.freeze()
+    return code
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -141,7 +145,34 @@ def build_parser() -> argparse.ArgumentParser:
     families.set_defaults(main=families_command)
 
     add_commands(commands)
+    bench = commands.choices["bench"]
+    bench.add_argument(
+        "--reference",
+        metavar="MODEL",
+        help="also time transformers on this checkpoint (preset, folder, GGUF file or hub id)",
+    )
+    bench.set_defaults(main=_bench)
     return parser
+
+
+def _bench(options: argparse.Namespace) -> int:
+    """`rollkv bench`, against transformers with its fastest attention for the CPU where the model is given."""
+    from rollkv.runtime.bench import bench_command, checked_plot
+    from rollkv.runtime.bundle import open_bundle
+
+    if options.reference is None:
+        return bench_command(options)
+    checked_plot(options)
+    bundle = open_bundle(options.bundle)
+    import torch
+
+    from rollkv.export.reference import Reference
+    from rollkv.models.checkpoint import open_checkpoint
+    from rollkv.runtime.backend import available_threads
+
+    torch.set_num_threads(options.threads or available_threads())
+    checkpoint = open_checkpoint(options.reference, _Progress("bench").line)
+    return bench_command(options, Reference(checkpoint, bundle.manifest.max_kvcache_len, attention="sdpa").timed)
 
 
 def families_command(options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -43,11 +44,12 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
     is not as it must be, OSError for the disk. Nothing is left behind then.
     """
     config = checkpoint.config
+    hashing = _Aside(checkpoint.sha256)
     with replacing_folder(output) as folder:
         tables = {name: table.numpy() for name, table in position_tables(config, options.max_kvcache_len).items()}
         weights = graph_weights(checkpoint, options)
         placed = place_weights(weights, tables)
-        manifest = describe(checkpoint, options)
+        manifest = describe(checkpoint, options, "")
         report("trace", 0, 1)
         sizes = [info.rows for info in manifest.graphs], [info.kv_len for info in manifest.graphs]
         traced = trace_graphs(config, options, *sizes)
@@ -77,10 +79,34 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
         for name, data in checkpoint.text.items():
             write_file(folder / name, data)
         report("hashes", 0, 1)
-        manifest = replace(manifest, files=file_infos(folder))
+        source = replace(manifest.source, sha256=hashing.result())
+        manifest = replace(manifest, source=source, files=file_infos(folder))
         write_manifest(folder, manifest)
         report("hashes", 1, 1)
     return manifest
+
+
+class _Aside:
+    """Work that another core does meanwhile: hashing lets go of Python's lock. Nobody waits for it after a failure."""
+
+    def __init__(self, work: Callable[[], str]) -> None:
+        self._work, self._done = work, ""
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._done = self._work()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> str:
+        """What it gave. Raises what it raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._done
 
 
 def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None = None) -> Manifest:

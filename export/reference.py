@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,8 +57,8 @@ class Reference:
     Of a GGUF file the config is read by this project, see `_of_gguf`.
     """
 
-    def __init__(self, checkpoint: Checkpoint, slots: int) -> None:
-        """slots: C."""
+    def __init__(self, checkpoint: Checkpoint, slots: int, attention: str = "eager") -> None:
+        """slots: C. attention: transformers' attn_implementation; "sdpa" is faster, and what `timed` is for."""
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
         from transformers.utils import logging
 
@@ -77,7 +78,7 @@ class Reference:
                 self._model: Any = auto.from_pretrained(
                     path.parent if path.is_file() else path,
                     dtype=torch.float32,
-                    attn_implementation="eager",
+                    attn_implementation=attention,
                     local_files_only=True,
                     **file,
                 ).eval()
@@ -122,6 +123,19 @@ class Reference:
             trail.keys[i] = _in_halves(layer.keys[0].permute(1, 0, 2).numpy(), self._config, i)
             trail.values[i] = layer.values[0].permute(1, 0, 2).numpy()
         return trail, tokens
+
+    @torch.no_grad()
+    def timed(self, ids: Sequence[int], steps: int) -> tuple[float, list[float]]:
+        """Seconds of a greedy answer: from the prompt to its first token, and of each step after it."""
+        times, cache, fed = [], None, list(ids)
+        for _ in range(steps + 1):
+            start = time.perf_counter()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # the argument's name changes in a later transformers
+                out = self._model(torch.tensor([fed]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, fed = out.past_key_values, [int(out.logits[0, -1].argmax())]
+            times.append(time.perf_counter() - start)
+        return times[0], times[1:]
 
     def _greedy_uncached(self, ids: Sequence[int], steps: int) -> tuple[Trail, list[int]]:
         """A full pass for each token: with a window of 1 transformers' cache, W - 1 tokens long, keeps all of them."""

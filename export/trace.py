@@ -10,6 +10,7 @@ Knows no checkpoint and no file.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,6 +83,13 @@ def trace_graphs(
     kv_lens: the visible length of each, by default C. One pass of the exporter traces the parts of all graphs: a third
     of its time is setting up.
     """
+    with _uncollected():
+        return _trace_graphs(config, options, rows, kv_lens)
+
+
+def _trace_graphs(
+    config: DecoderConfig, options: ExportOptions, rows: Sequence[int], kv_lens: Sequence[int] | None
+) -> list[onnx.ModelProto]:
     with torch.device("meta"):
         decoders = [make_decoder(config, options, count).eval() for count in rows]
     lengths = [options.max_kvcache_len] * len(rows) if kv_lens is None else kv_lens
@@ -91,11 +99,22 @@ def trace_graphs(
     ]
     with torch.no_grad():
         values = [
-            decoder({value.name: _meta(value) for value in inputs})
+            _shapes(decoder, {value.name: _meta(value) for value in inputs})
             for decoder, (inputs, _) in zip(decoders, signatures, strict=True)
         ]
     parts = _trace_parts(decoders, values)
     return [_string(*each) for each in zip(decoders, parts, signatures, strict=True)]
+
+
+def _shapes(decoder: Decoder, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`Decoder.forward` on the meta device, where one part of each kind has to run."""
+    values, made = dict(feeds), {}  # type: dict[str, Tensor], dict[str, tuple[Tensor, ...]]
+    for call in decoder.calls():
+        if call.kind not in made:
+            outputs = decoder.get_submodule(call.module)(**{arg: values[name] for arg, name in call.inputs.items()})
+            made[call.kind] = outputs if isinstance(outputs, tuple) else (outputs,)
+        values.update(zip(call.outputs, made[call.kind], strict=True))
+    return values
 
 
 def _string(
@@ -239,6 +258,18 @@ def _nodes_behind(graph: onnx.GraphProto, outputs: tuple[str, ...]) -> tuple[onn
             needed |= set(node.input)
             nodes.append(node)
     return tuple(nodes[::-1])
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the search for cycles: tracing makes objects by the million that stay, and each search looks at all."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -43,7 +43,8 @@ _ACTIVATIONS = {
 # Settings that say nothing about the numbers of a forward pass in evaluation mode.
 _HARMLESS = frozenset(
     [
-        "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout",
+        "_attn_implementation", "_attn_implementation_autoset", "_model_name_or_path", "_name_or_path", "architectures",
+        "attention_dropout",
         "attn_implementation", "attn_pdrop", "auto_map", "bad_words_ids", "chunk_size_feed_forward",
         "classifier_dropout", "dtype", "embd_pdrop", "embedding_dropout", "eod_token_id", "finetuning_task",
         "hidden_dropout", "id2label", "im_end_id", "im_start_id", "initializer_range", "is_decoder",

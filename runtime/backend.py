@@ -127,7 +127,9 @@ class OrtBackend:
         """
         if bundle.manifest.dtype == "float16":
             warnings.warn(
-                "this bundle is float16: the CPU computes it slowly, and not with an NPU's rounding", stacklevel=2
+                "this bundle is float16: the CPU computes it in float32 with casts around (about a tenth slower than a "
+                "float32 bundle, docs/performance.md), so not with an NPU's rounding",
+                stacklevel=2,
             )
         self._bundle, self._threads, self._memory = bundle, threads or available_threads(), memory
         self._weights = MappedWeights(bundle.path / bundle.manifest.weights.file)

@@ -1,6 +1,7 @@
 """How fast a bundle is on this machine: `rollkv bench`. Times the driver as it is used, and what of it is the engine's.
 
-Against: the driver that most have, which concatenates past and new tokens of every cache at every step. Knows no text.
+Against: the driver that most have, which concatenates past and new tokens of every cache at every step, and, where the
+model is given, transformers. Knows no text.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,12 +19,14 @@ import numpy as np
 
 from rollkv.runtime.align import PromptError
 from rollkv.runtime.backend import Array, Binding, OrtBackend, available_threads
+from rollkv.runtime.bench_plot import check_plot, draw
 from rollkv.runtime.bundle import SLOT_AXES, GraphInfo, Manifest, open_bundle
 from rollkv.runtime.cover import Run
 from rollkv.runtime.loaded import LoadedBundle
 from rollkv.runtime.session import Session
 
 SEED = 7
+Rival = Callable[[Sequence[int], int], tuple[float, list[float]]]  # ids, steps -> seconds to the first token, of steps
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class PromptTimes:
     first_token: Times  # from the prompt to its first token: all runs, and the choice
     decode: Times  # a step
     concatenating: float  # seconds of a step of the concatenating driver, median
+    transformers: tuple[float, float] | None = None  # seconds to its first token, of a step; medians
 
     @property
     def prefill_rate(self) -> float:
@@ -93,6 +97,13 @@ class BenchReport:
                 f"{100 * p.first_token.host_share:5.2f} % | {p.decode.p50 * 1e3:5.1f} ms {p.decode_rate:7.1f} "
                 f"{p.decode.p90 * 1e3:7.1f} {100 * p.decode.host_share:5.2f} % {p.concatenating * 1e3:12.1f} ms"
             )
+        for p in self.prompts:
+            if p.transformers is not None:
+                first, step = p.transformers
+                told.append(
+                    f"transformers, n = {p.n}: first token {first * 1e3:.0f} ms ({first / p.first_token.p50:.2f}x), "
+                    f"step {step * 1e3:.1f} ms ({step / p.decode.p50:.2f}x)"
+                )
         return told
 
 
@@ -132,9 +143,11 @@ def bench(
     rounds: int = 3,
     threads: int | None = None,
     memory: str = "fast",
+    rival: Rival | None = None,
 ) -> BenchReport:
     """Measure a bundle. prompts: numbers of tokens, by default c, L / 2 and L, as far as `steps` fit after them.
 
+    rival: takes turns with the bundle, so that what else the machine does meets both.
     Raises PromptError for a prompt that does not fit with its steps, or a bundle that takes embeddings without a table,
     BundleError when the folder holds no bundle.
     """
@@ -163,6 +176,7 @@ def bench(
     for n in prompts:
         firsts: list[tuple[float, float]] = []
         decodes: list[tuple[float, float]] = []
+        others: list[tuple[float, float]] = []  # of the rival
         for number in range(rounds + 1):  # the first one warms up
             session.reset()
             answer = session.generate(ids[:n], max_new_tokens=steps + 1, ignore_eos=True)
@@ -170,8 +184,12 @@ def bench(
             if number:
                 firsts.append(samples[0])
                 decodes += samples[1:]
+            if rival is not None:
+                first, each = rival(ids[:n], steps)
+                others += [(first, statistics.median(each))] if number else []
         concatenating = _concatenating(m, session, engine, ids[:n], min(8, steps))
-        report.prompts.append(PromptTimes(n, Times.of(firsts), Times.of(decodes), concatenating))
+        theirs = (statistics.median(f for f, _ in others), statistics.median(s for _, s in others)) if others else None
+        report.prompts.append(PromptTimes(n, Times.of(firsts), Times.of(decodes), concatenating, theirs))
     report.weights = m.weights.unique_bytes
     report.peak_rss = _peak_rss()
     return report
@@ -206,8 +224,15 @@ def _concatenating(m: Manifest, session: Session, engine: OrtBackend, ids: list[
     return statistics.median(samples)
 
 
-def bench_command(options: argparse.Namespace) -> int:
+def checked_plot(options: argparse.Namespace) -> None:
+    """Raise as `check_plot`, where a plot is asked for."""
+    if options.plot is not None:
+        check_plot(options.plot)
+
+
+def bench_command(options: argparse.Namespace, rival: Rival | None = None) -> int:
     """`rollkv bench`."""
+    checked_plot(options)
     report = bench(
         options.bundle,
         prompts=options.prompts,
@@ -215,6 +240,9 @@ def bench_command(options: argparse.Namespace) -> int:
         rounds=options.rounds,
         threads=options.threads,
         memory=options.memory,
+        rival=rival,
     )
+    if options.plot is not None:
+        draw(report, options.plot)
     print(json.dumps(report.to_dict(), indent=2) if options.json else "\n".join(report.lines()))
     return 0

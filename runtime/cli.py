@@ -30,6 +30,7 @@ EXTRAS = {  # module -> the extra that brings it
     "rich": "export",
     "transformers": "export",
     "huggingface_hub": "export",
+    "matplotlib": "plot",
 }
 
 
@@ -95,6 +96,7 @@ def add_commands(commands: Any) -> None:
     )
     bench.add_argument("--rounds", metavar="N", type=number(1), default=3, help="repetitions (default 3)")
     add_engine_flags(bench)
+    bench.add_argument("--plot", metavar="FILE", help="draw the times into a .png or .svg file")
     bench.add_argument("--json", action="store_true", help="print the report as JSON, in seconds and bytes")
     bench.set_defaults(main=_bench)
 

@@ -350,7 +350,7 @@ def halved(opened, folder):
 
 def test_a_float16_copy_of_the_graphs_stays_finite_on_a_left_padded_chunk(each, tmp_path):
     opened = halved(each, tmp_path / "half")
-    with pytest.warns(UserWarning, match="this bundle is float16: the CPU computes it slowly") as caught:
+    with pytest.warns(UserWarning, match="this bundle is float16: the CPU computes it in float32") as caught:
         session = Session(opened, threads=1)
     ids = some_ids(11)
     single = Session(each, threads=1)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from commands import Run, user_error
 
+from rollkv.export.reference import Reference
+from rollkv.models.checkpoint import open_checkpoint
 from rollkv.runtime import bench as module
 from rollkv.runtime.align import PromptError
 from rollkv.runtime.bench import Times, bench
@@ -89,3 +93,56 @@ def test_the_command_prints_a_table_or_json(run: Run, text_bundle: Bundle, tmp_p
     assert "a prompt of 1000 tokens" in user_error(run("bench", text_bundle.path, "--prompts", 1000))
     assert "'x' is no size" in user_error(run("bench", text_bundle.path, "--prompts", "x"))
     user_error(run("bench", tmp_path))
+
+
+def test_transformers_takes_turns_with_the_bundle_where_the_model_is_given(
+    run: Run, text_bundle: Bundle, source: Path
+) -> None:
+    flags = ("--prompts", "5,9", "--steps", 2, "--rounds", 2, "--threads", 1, "--reference", source)
+    code, out, _ = run("bench", text_bundle.path, *flags)
+    lines = [line for line in out.splitlines() if line.startswith("transformers, n = ")]
+    assert (code, [line.split(":")[0].split()[-1] for line in lines]) == (0, ["5", "9"])
+    code, out, _ = run("bench", text_bundle.path, *flags, "--json")
+    for prompt in json.loads(out)["prompts"]:
+        assert len(prompt["transformers"]) == 2
+        assert min(prompt["transformers"]) > 0
+
+
+def test_what_is_timed_of_transformers_is_its_greedy_answer(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = Reference(open_checkpoint(str(source)), 160, attention="sdpa")
+    fed, model = [], reference._model
+
+    def spied(ids: torch.Tensor, **more: object) -> object:
+        fed.append(ids[0].tolist())
+        return model(ids, **more)
+
+    monkeypatch.setattr(reference, "_model", spied)
+    first, steps = reference.timed([5, 6, 7, 8], 3)
+    assert first > 0
+    assert len(steps) == 3
+    monkeypatch.undo()
+    assert fed == [[5, 6, 7, 8], *([token] for token in reference.greedy([5, 6, 7, 8], 3)[1])]
+
+
+@pytest.mark.parametrize("name", ["times.png", "times.SVG"])
+def test_a_plot_is_drawn_in_the_format_that_its_name_says(
+    run: Run, text_bundle: Bundle, tmp_path: Path, name: str
+) -> None:
+    flags = ("--prompts", "5,9", "--steps", 2, "--rounds", 1, "--threads", 1, "--plot", tmp_path / name)
+    code, out, err = run("bench", text_bundle.path, *flags)
+    assert (code, err, len(out.splitlines())) == (0, "", 4)
+    data = (tmp_path / name).read_bytes()
+    assert data.startswith(b"\x89PNG") if name.endswith("png") else b"a decode step after it" in data or b"<svg" in data
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_timed(
+    run: Run, text_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "bench", lambda *_, **__: pytest.fail("timed"))
+    (tmp_path / "folder.png").mkdir()
+    for name, says in (("a.pdf", "must end in .png or .svg"), ("no/a.png", "no such folder"), ("folder.png", "folder")):
+        assert says in user_error(run("bench", text_bundle.path, "--plot", tmp_path / name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    said = user_error(run("bench", text_bundle.path, "--plot", tmp_path / "a.png"))
+    assert "needs matplotlib" in said
+    assert "pip install 'rollkv[plot]'" in said
