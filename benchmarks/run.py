@@ -15,6 +15,7 @@ SCRIPTS = (
     "speculation",
     "experts",
     "memory",
+    "float16",
     "greedy",
 )
 

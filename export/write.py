@@ -156,9 +156,13 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def file_infos(folder: Path) -> dict[str, FileInfo]:
-    """Size and hash of every file of a folder."""
-    return {path.name: FileInfo(size=path.stat().st_size, sha256=hash_file(path)) for path in sorted(folder.iterdir())}
+def file_infos(folder: Path, known: Mapping[str, str] | None = None) -> dict[str, FileInfo]:
+    """Size and hash of every file of a folder. known: hashes that were taken already, by name."""
+    known = known or {}
+    return {
+        path.name: FileInfo(size=path.stat().st_size, sha256=known.get(path.name) or hash_file(path))
+        for path in sorted(folder.iterdir())
+    }
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

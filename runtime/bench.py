@@ -75,7 +75,7 @@ class BenchReport:
     memory: str
     load: float
     prompts: list[PromptTimes] = field(default_factory=list)
-    peak_rss: int = 0  # of the process, the concatenating driver's caches included
+    peak_rss: int = 0  # of the process, with all that it was compared with
     weights: int = 0
 
     def to_dict(self) -> dict[str, Any]:

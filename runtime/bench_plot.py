@@ -41,11 +41,19 @@ def draw(report: BenchReport, path: str) -> None:
     ns = [p.n for p in report.prompts]
     _line(first, ns, [(p.first_token.p50, p.first_token.p90) for p in report.prompts], "rollkv")
     _line(step, ns, [(p.decode.p50, p.decode.p90) for p in report.prompts], "rollkv")
-    step.plot(ns, [1e3 * p.concatenating for p in report.prompts], "s--", label="caches concatenated at every step")
+    step.plot(
+        ns,
+        [1e3 * p.concatenating for p in report.prompts],
+        "s--",
+        color="C1",
+        label="caches concatenated at every step",
+    )
     theirs = [p.transformers for p in report.prompts]
     for axes, part in ((first, 0), (step, 1)):
         if all(times is not None for times in theirs):
-            axes.plot(ns, [1e3 * times[part] for times in theirs if times is not None], "^:", label="transformers")
+            axes.plot(
+                ns, [1e3 * times[part] for times in theirs if times is not None], "^:", color="C2", label="transformers"
+            )
         axes.set_xlabel("tokens of the prompt")
         axes.set_ylabel("ms")
         axes.set_ylim(bottom=0)
@@ -61,4 +69,4 @@ def draw(report: BenchReport, path: str) -> None:
 def _line(axes: Any, ns: list[int], times: list[tuple[float, float]], label: str) -> None:
     median = [1e3 * p50 for p50, _ in times]
     above = [1e3 * (p90 - p50) for p50, p90 in times]
-    axes.errorbar(ns, median, yerr=[[0.0] * len(ns), above], fmt="o-", capsize=3, label=label)
+    axes.errorbar(ns, median, yerr=[[0.0] * len(ns), above], fmt="o-", capsize=3, color="C0", label=label)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ import rollkv.export
 from rollkv.export import pipeline
 from rollkv.export.audit import AuditError
 from rollkv.export.cli import main
+from rollkv.export.trace import TraceError
 from rollkv.runtime.bundle import Bundle, open_bundle
 
 LENGTHS = ["-L", "120", "-c", "8", "-C", "160"]
@@ -238,6 +240,41 @@ def test_a_failed_export_leaves_the_previous_bundle_and_nothing_else(
         assert last == (f"rollkv: {said.format(final=final)}" if said else "")
     assert content(previous) == before
     assert [item.name for item in previous.parent.iterdir()] == ["bundle"]
+
+
+def test_a_trace_that_fails_stops_the_weights_on_their_way(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No tensor is begun after the failure, and the folder goes only when nothing writes into it any more."""
+    begun, failed = threading.Event(), threading.Event()
+    seen: list[str] = []
+
+    class Slow:
+        name, origin, shape = "slow", "slow", (4,)
+
+        def copy_to(self, target: np.ndarray) -> None:
+            begun.set()
+            assert failed.wait(30)
+            target[...] = 1
+            seen.append("first")
+
+    class Never(Slow):
+        name = "never"
+
+        def copy_to(self, target: np.ndarray) -> None:
+            seen.append("second")
+
+    def fails(*_: Any) -> Any:
+        assert begun.wait(30)
+        threading.Timer(0.2, failed.set).start()  # while the failure is on its way out
+        raise TraceError("torch cannot export it")
+
+    monkeypatch.setattr(pipeline, "graph_weights", lambda *_: [Slow(), Never()])
+    monkeypatch.setattr(pipeline, "trace_graphs", fails)
+    with pytest.raises(TraceError, match="torch cannot export it"):
+        export(source, tmp_path / "bundle", **SETTINGS)
+    assert seen == ["first"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rejected_graph_carries_all_findings(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
