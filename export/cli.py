@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import gc
 import importlib.util
 import json
 import signal
@@ -23,10 +22,7 @@ from rollkv.runtime.cli_options import size, sizes
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command."""
-    code = run_commands(build_parser(), arguments)
-    if arguments is None:  # the process ends: its last search for cycles would look at every object of torch's
-        gc.freeze()
-    return code
+    return run_commands(build_parser(), arguments)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -172,6 +168,14 @@ def _bench(options: argparse.Namespace) -> int:
 
     torch.set_num_threads(options.threads or available_threads())
     checkpoint = open_checkpoint(options.reference, _Progress("bench").line)
+    m, config = bundle.manifest, checkpoint.config
+    ours = m.vocab_size, m.hidden_size, len(m.layers)
+    theirs = config.vocab_size, config.hidden_size, len(config.layers)
+    if ours != theirs:
+        raise UsageError(
+            f"--reference {options.reference}: is another model than the bundle's: vocabulary, hidden size and layers "
+            f"are {theirs}, those of the bundle {ours}"
+        )
     return bench_command(options, Reference(checkpoint, bundle.manifest.max_kvcache_len, attention="sdpa").timed)
 
 

@@ -63,6 +63,7 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
             sizes = [info.rows for info in manifest.graphs], [info.kv_len for info in manifest.graphs]
             traced = trace_graphs(config, options, *sizes)
             for done, (info, graph) in enumerate(zip(manifest.graphs, traced, strict=True)):
+                writing.check()
                 report(f"passes {Path(info.file).stem}", done, len(traced))
                 model = run_passes(graph, passes_for(options.opset, options.simplify))
                 model.ir_version = info.ir_version
@@ -103,11 +104,15 @@ class _Aside(Generic[T]):
         self._thread.join(seconds)
         return self._thread.is_alive()
 
+    def check(self) -> None:
+        """Raise what it raised until now."""
+        if self._error is not None:
+            raise self._error
+
     def result(self) -> T:
         """What it gave. Raises what it raised."""
         self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self.check()
         return self._done[0]
 
 
@@ -137,6 +142,11 @@ class _Writing:
             return {name: hash_file(self._folder / name) for name in names}
 
         self._work = _Aside(work)
+
+    def check(self) -> None:
+        """Raise what the writing raised until now."""
+        assert self._work is not None
+        self._work.check()
 
     def finish(self, report: Report) -> dict[str, str]:
         """Wait for the last byte; sha256 of each file. Raises what the writing raised."""

@@ -83,7 +83,11 @@ def replacing_folder(final: Path) -> Iterator[Path]:
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(final)  # a write to an open file does not say which
         raise
-    shutil.rmtree(work, ignore_errors=True)
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+    except BaseException:  # Ctrl-C: the new bundle has its name, and the old one goes all the same
+        shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 def place_weights(weights: Sequence[Weight], tables: Mapping[str, NDArray[np.float32]]) -> dict[str, Placed]:

@@ -158,6 +158,7 @@ def bench(
         prompts = sorted({n for n in (m.chunk_size, m.max_lm_input_len // 2, most) if 1 <= n <= most})
     if most < 1:
         raise PromptError(f"{steps} steps leave no room for a prompt in C = {m.max_kvcache_len}; time fewer steps")
+    prompts = list(dict.fromkeys(prompts))
     for n in prompts or [0]:
         if not 1 <= n <= most:
             raise PromptError(f"a prompt of {n} tokens and {steps} steps after it do not fit; allowed: 1 .. {most}")
@@ -242,7 +243,7 @@ def bench_command(options: argparse.Namespace, rival: Rival | None = None) -> in
         memory=options.memory,
         rival=rival,
     )
+    print(json.dumps(report.to_dict(), indent=2) if options.json else "\n".join(report.lines()), flush=True)
     if options.plot is not None:
         draw(report, options.plot)
-    print(json.dumps(report.to_dict(), indent=2) if options.json else "\n".join(report.lines()))
     return 0

@@ -79,7 +79,7 @@ class Session:
             self.loaded = bundle
         else:
             self.loaded = LoadedBundle(
-                bundle, backend=backend, threads=threads, memory=memory or "fast", chunk_sizes=sizes
+                bundle, backend=backend, threads=threads, memory="fast" if memory is None else memory, chunk_sizes=sizes
             )
         check_word("addresses", addresses, ADDRESSES)
         if slack is not None and not 1 <= whole_number("slack", slack) <= MOST_SLACK:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ from numpy.typing import NDArray
 _SMALL = 1 << 16  # bytes
 # Fields of ONNX's messages (onnx.proto) and the data types that a bundle has.
 _MODEL_GRAPH, _GRAPH_INITIALIZER = 7, 5
-_TENSOR_DIMS, _TENSOR_TYPE, _TENSOR_NAME, _TENSOR_EXTERNAL = 1, 2, 8, 13
+_TENSOR_DIMS, _TENSOR_TYPE, _TENSOR_NAME, _TENSOR_EXTERNAL, _TENSOR_LOCATION = 1, 2, 8, 13, 14
+_EXTERNAL = 1  # the data location of a tensor whose data lie in another file, whatever entries it has
 _ENTRY_KEY, _ENTRY_VALUE = 1, 2
 _DTYPES = {1: "float32", 6: "int32", 7: "int64", 10: "float16"}
 
@@ -72,41 +74,46 @@ class MappedWeights:
 
 
 def stored_tensors(graph: Path) -> list[StoredTensor]:
-    """The initializers of an .onnx file that lie in another; none of a file that is damaged."""
-    found = []
+    """The initializers of an .onnx file that lie in another, but for names that occur twice; none of a damaged file."""
+    found: list[StoredTensor | None] = []
+    names: Counter[str] = Counter()
     try:
         for field, model_part in _fields(memoryview(graph.read_bytes())):
             for inner, part in _fields(_message(model_part)) if field == _MODEL_GRAPH else ():
                 if inner == _GRAPH_INITIALIZER:
-                    found.append(_tensor(_message(part)))
+                    name, tensor = _tensor(_message(part))
+                    names[name] += 1
+                    found.append(tensor)
     except (IndexError, KeyError, ValueError):  # the engine is asked next, and says why
         return []
-    return [tensor for tensor in found if tensor is not None]
+    return [tensor for tensor in found if tensor is not None and names[tensor.name] == 1]
 
 
-def _tensor(message: memoryview) -> StoredTensor | None:
-    """None: its data are in the message, or it is not as a bundle has it."""
+def _tensor(message: memoryview) -> tuple[str, StoredTensor | None]:
+    """Its name; None: its data are in the message, or it is not as a bundle has it."""
     dims: list[int] = []
     texts: dict[str, str] = {}
-    name, dtype = "", 0
+    name, dtype, where = "", 0, 0
     for field, value in _fields(message):
         if field == _TENSOR_DIMS:
             dims += [value] if isinstance(value, int) else _varints(value)
         elif field == _TENSOR_TYPE:
             dtype = value if isinstance(value, int) else 0
+        elif field == _TENSOR_LOCATION:
+            where = value if isinstance(value, int) else 0
         elif field == _TENSOR_NAME:
             name = str(_message(value), "utf-8")
         elif field == _TENSOR_EXTERNAL:
             entry = {key: str(_message(text), "utf-8") for key, text in _fields(_message(value))}
             texts[entry[_ENTRY_KEY]] = entry[_ENTRY_VALUE]
-    if not texts or dtype not in _DTYPES:
-        return None
+    if where != _EXTERNAL or not texts or dtype not in _DTYPES:
+        return name, None
     tensor = StoredTensor(
         name, _DTYPES[dtype], tuple(dims), texts["location"], int(texts["offset"]), int(texts["length"])
     )
     size = math.prod(dims) * np.dtype(tensor.dtype).itemsize
     aligned = tensor.offset >= 0 and tensor.offset % np.dtype(tensor.dtype).itemsize == 0
-    return tensor if tensor.length == size > 0 and aligned else None
+    return name, tensor if tensor.length == size > 0 and aligned else None
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:

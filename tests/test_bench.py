@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from commands import Run, user_error
+from conftest import make_checkpoint
 
 from rollkv.export.reference import Reference
 from rollkv.models.checkpoint import open_checkpoint
@@ -146,3 +147,24 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_timed(
     said = user_error(run("bench", text_bundle.path, "--plot", tmp_path / "a.png"))
     assert "needs matplotlib" in said
     assert "pip install 'rollkv[plot]'" in said
+
+
+def test_another_model_is_no_reference_and_a_length_is_timed_once(
+    run: Run, text_bundle: Bundle, tmp_path: Path
+) -> None:
+    other = make_checkpoint(tmp_path / "other", "llama", num_hidden_layers=1)
+    said = user_error(run("bench", text_bundle.path, "--reference", other))
+    assert "is another model than the bundle's" in said
+    assert [p.n for p in bench(str(text_bundle.path), prompts=[5, 9, 5], steps=1, rounds=1, threads=1).prompts] == [
+        5,
+        9,
+    ]
+
+
+def test_the_report_is_printed_before_the_plot_is_drawn_which_may_fail(
+    run: Run, text_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "draw", lambda *_: print("drawn"))
+    flags = ("--prompts", "5", "--steps", 1, "--rounds", 1, "--threads", 1, "--plot", tmp_path / "a.svg")
+    code, out, err = run("bench", text_bundle.path, *flags)
+    assert (code, err, out.splitlines()[3:]) == (0, "", ["drawn"])

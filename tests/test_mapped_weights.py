@@ -112,3 +112,26 @@ def test_no_damage_of_a_graph_raises(made, tmp_path):
 def test_a_bundle_opened_twice_has_two_mappings_of_the_same_numbers(made):
     first, second = (MappedWeights(open_bundle(made.path).path / "weights.bin").of(graphs(made)[0]) for _ in "ab")
     assert all(np.array_equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_the_engine_takes_from_the_graph_is_not_taken_from_the_file(made, tmp_path, first):
+    """Entries of external data count only where the tensor says so, and a name that occurs twice is the engine's."""
+    file = graphs(made)[0]
+    model = onnx.load(file, load_external_data=False)
+    changed = model.graph.initializer[-1]
+    assert changed.data_location == TensorProto.EXTERNAL
+    inside = numpy_helper.from_array(np.zeros(tuple(changed.dims), np.float32), changed.name)
+    tensors = list(model.graph.initializer)
+    twice = [inside, *tensors] if first else [*tensors, inside]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(twice)
+    (tmp_path / "twice.onnx").write_bytes(model.SerializeToString())
+    kept = {t.name for t in stored_tensors(file)} - {changed.name}
+    assert {t.name for t in stored_tensors(tmp_path / "twice.onnx")} == kept
+    model = onnx.load(file, load_external_data=False)
+    changed = model.graph.initializer[-1]
+    changed.data_location = TensorProto.DEFAULT
+    changed.raw_data = inside.raw_data
+    (tmp_path / "inside.onnx").write_bytes(model.SerializeToString())
+    assert {t.name for t in stored_tensors(tmp_path / "inside.onnx")} == kept

@@ -152,3 +152,9 @@ def test_a_drafter_that_gives_no_ids_is_named(answer):
     next(generation)
     with pytest.raises(PromptError, match=r"the drafter gave|a drafted token is"):
         next(generation)
+
+
+@pytest.mark.parametrize("memory", ["", "Fast", 1])
+def test_an_unknown_kind_of_memory_is_refused(memory):
+    with pytest.raises(PromptError, match=r"memory .* is unknown; allowed: fast, low"):
+        Session(toy_bundle(), memory=memory)

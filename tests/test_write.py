@@ -277,6 +277,39 @@ def test_a_trace_that_fails_stops_the_weights_on_their_way(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_weights_that_fail_end_the_export_before_the_next_graph(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pipeline, "write_weights", fails)
+    monkeypatch.setattr(pipeline, "run_passes", lambda model, _: made.append("passes") or model)
+    with pytest.raises(OSError, match="No space left"):
+        export(source, tmp_path / "bundle", **SETTINGS)
+    assert made == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_the_old_bundle_is_removed_leaves_none_of_it(
+    previous: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove, calls = shutil.rmtree, []
+
+    def interrupted(*arguments: Any, **more: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        remove(*arguments, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    assert main(["export", str(source), "-o", str(previous), *LENGTHS]) == 130
+    open_bundle(previous).check()
+    assert [item.name for item in previous.parent.iterdir()] == ["bundle"]
+
+
 def test_a_rejected_graph_carries_all_findings(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "trace_graphs", lambda *_: [onnx.ModelProto()] * 2)
     monkeypatch.setattr(pipeline, "run_passes", lambda model, _: model)
