@@ -5,6 +5,7 @@ Looks at the graph alone, not at how it came about. Weights are checked as they 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -99,6 +100,9 @@ def _shapes(model: onnx.ModelProto) -> Iterator[str]:
 
 
 def _constants(model: onnx.ModelProto) -> Iterator[str]:
+    for name, count in Counter(tensor.name for tensor in model.graph.initializer).items():
+        if count > 1:
+            yield f"initializer {name} is there {count} times"
     for tensor in model.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             continue

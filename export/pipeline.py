@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Generic, TypeVar
 
-import numpy as np
 import onnx
-from numpy.typing import NDArray
 
 from rollkv.export.audit import AuditError, audit_graph
+from rollkv.export.background import Background, WeightsWriter
 from rollkv.export.passes import passes_for, run_passes
 from rollkv.export.signature import ExportOptions, graph_inputs, graph_outputs, kv_pairs, layer_infos
-from rollkv.export.tables import Table, graph_weights, host_tables, write_table
+from rollkv.export.tables import graph_weights, host_tables
 from rollkv.export.trace import trace_graphs
 from rollkv.export.write import (
     WEIGHTS_FILE,
-    Placed,
     bind_weights,
     file_infos,
     place_weights,
@@ -29,15 +25,13 @@ from rollkv.export.write import (
     serialize,
     write_file,
     write_manifest,
-    write_weights,
 )
-from rollkv.models.checkpoint import Checkpoint, Weight
+from rollkv.models.checkpoint import Checkpoint
 from rollkv.models.config import RopeConfig
 from rollkv.models.decoder import position_tables, table_shapes
 from rollkv.models.rope import inverse_frequencies
-from rollkv.runtime.bundle import FORMAT, TABLE_BYTES, GraphInfo, Manifest, RopeInfo, SourceInfo, WeightsInfo, hash_file
+from rollkv.runtime.bundle import FORMAT, TABLE_BYTES, GraphInfo, Manifest, RopeInfo, SourceInfo, WeightsInfo
 
-T = TypeVar("T")
 IR_VERSION = 9
 Report = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 
@@ -49,7 +43,8 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
     is not as it must be, OSError for the disk. Nothing is left behind then.
     """
     config = checkpoint.config
-    hashing = _Aside(checkpoint.sha256)
+    hashing = Background(checkpoint.sha256)
+    hashing.start()
     with replacing_folder(output) as folder:
         tables = {name: table.numpy() for name, table in position_tables(config, options.max_kvcache_len).items()}
         weights, hosted = graph_weights(checkpoint, options), host_tables(checkpoint, options)
@@ -58,8 +53,8 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
         total += sum(math.prod(table.info.shape) * TABLE_BYTES[table.info.dtype] for table in hosted.values())
         manifest = describe(checkpoint, options, "")
         report("trace", 0, 1)
-        with _Writing(folder, total) as writing:
-            writing.begin(weights, tables, placed, hosted)
+        with WeightsWriter(folder, weights, tables, placed, hosted, total) as writing:
+            writing.start()
             sizes = [info.rows for info in manifest.graphs], [info.kv_len for info in manifest.graphs]
             traced = trace_graphs(config, options, *sizes)
             for done, (info, graph) in enumerate(zip(manifest.graphs, traced, strict=True)):
@@ -81,95 +76,6 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
         write_manifest(folder, manifest)
         report("hashes", 1, 1)
     return manifest
-
-
-class _Aside(Generic[T]):
-    """Work for the other core: hashing and copying let go of Python's lock. Nobody waits for it after a failure."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-        self._done: list[T] = []
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._done.append(self._work())
-        except BaseException as error:
-            self._error = error
-
-    def running(self, seconds: float | None) -> bool:
-        """Whether it still runs after so long a wait; None: until it ends."""
-        self._thread.join(seconds)
-        return self._thread.is_alive()
-
-    def check(self) -> None:
-        """Raise what it raised until now."""
-        if self._error is not None:
-            raise self._error
-
-    def result(self) -> T:
-        """What it gave. Raises what it raised."""
-        self._thread.join()
-        self.check()
-        return self._done[0]
-
-
-class _Writing:
-    """The weights on their way into the folder while the graphs are made. A failure of either ends both."""
-
-    def __init__(self, folder: Path, total: int) -> None:
-        """total: bytes to write."""
-        self._folder, self._total, self._written = folder, total, 0
-        self._stop = threading.Event()
-        self._work: _Aside[dict[str, str]] | None = None
-
-    def begin(
-        self,
-        weights: Sequence[Weight],
-        tables: Mapping[str, NDArray[np.float32]],
-        placed: Mapping[str, Placed],
-        hosted: Mapping[str, Table],
-    ) -> None:
-        """See `write_weights` and `write_table`."""
-
-        def work() -> dict[str, str]:
-            write_weights(self._folder / WEIGHTS_FILE, weights, tables, placed, self._count)
-            for table in hosted.values():
-                write_table(self._folder / table.info.file, table, self._count)
-            names = [WEIGHTS_FILE, *(table.info.file for table in hosted.values())]
-            return {name: hash_file(self._folder / name) for name in names}
-
-        self._work = _Aside(work)
-
-    def check(self) -> None:
-        """Raise what the writing raised until now."""
-        assert self._work is not None
-        self._work.check()
-
-    def finish(self, report: Report) -> dict[str, str]:
-        """Wait for the last byte; sha256 of each file. Raises what the writing raised."""
-        assert self._work is not None
-        while self._work.running(0.1):
-            report("weights", self._written, self._total)
-        hashes = self._work.result()
-        report("weights", self._total, self._total)
-        return hashes
-
-    def __enter__(self) -> _Writing:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing writes into the folder any more."""
-        self._stop.set()
-        if self._work is not None:
-            self._work.running(None)
-
-    def _count(self, count: int) -> None:
-        if self._stop.is_set():
-            raise InterruptedError("the export has ended")
-        self._written += count
 
 
 def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None = None) -> Manifest:

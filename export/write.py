@@ -10,8 +10,8 @@ import contextlib
 import ctypes
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,10 +62,10 @@ def replacing_folder(final: Path) -> Iterator[Path]:
     """
     check_output(final)
     missing = [folder for folder in final.absolute().parents if not folder.exists()]
-    work: Path | None = None
+    work = final.parent / f".{final.name}.{secrets.token_hex(4)}.partial"
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent))
+        work.mkdir(0o700)
         yield work
         work.chmod(0o777 & ~_umask())
         _sync(work)
@@ -75,19 +75,11 @@ def replacing_folder(final: Path) -> Iterator[Path]:
             os.rename(work, final)
         _sync(final.parent)
     except BaseException as error:
-        if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
-        for folder in missing:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(final)  # a write to an open file does not say which
+        _remove(work, missing)
         raise
-    try:
-        shutil.rmtree(work, ignore_errors=True)
-    except BaseException:  # Ctrl-C: the new bundle has its name, and the old one goes all the same
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+    _remove(work)
 
 
 def place_weights(weights: Sequence[Weight], tables: Mapping[str, NDArray[np.float32]]) -> dict[str, Placed]:
@@ -199,6 +191,22 @@ def _is_bundle(folder: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(manifest, dict) and {"format", "rollkv", "graphs"} <= manifest.keys()
+
+
+def _remove(folder: Path, parents: Sequence[Path] = ()) -> None:
+    """Remove a folder, then its empty parents; what a signal raises meanwhile is raised when that is done."""
+    late: BaseException | None = None
+    while True:
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            for parent in parents:
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
+            break
+        except BaseException as signal:
+            late = signal
+    if late is not None:
+        raise late
 
 
 def _sync(path: Path) -> None:

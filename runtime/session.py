@@ -38,7 +38,7 @@ from rollkv.runtime.prompt import Prompt, read_prompt
 from rollkv.runtime.sampling import SamplingOptions
 from rollkv.runtime.sequence import Admitted, Policy, TokenSequence
 from rollkv.runtime.snapshot import Snapshot
-from rollkv.runtime.speculation import Drafter, DraftModel
+from rollkv.runtime.speculation import Drafter, check_drafter
 
 MOST_SLACK = 1 << 24  # slots
 
@@ -237,7 +237,10 @@ class Session:
             ignore_eos=ignore_eos,
         )
         if speculate is not None:
-            self._check_drafter(speculate)
+            verifier = self.loaded.verifier
+            check_drafter(speculate, self, self.manifest, verifier is not None)
+            assert verifier is not None
+            self.loaded.prepare(verifier)
         options.sampling.check_ids(self.manifest.vocab_size)
         with self.lock:
             prompt = read_prompt(self.manifest, ids, embeds, positions)
@@ -277,20 +280,6 @@ class Session:
         self.restore(load_prefix(path, self.loaded.sha256))
 
     # How a prompt is admitted
-
-    def _check_drafter(self, drafter: Drafter) -> None:
-        if self.loaded.verifier is None:
-            raise PromptError(
-                "this bundle has no graph that gives the logits of every row, which speculation needs; export it with "
-                "--speculate 8"
-            )
-        if not callable(getattr(drafter, "propose", None)):
-            raise PromptError(f"speculate is {drafter!r}, allowed: a drafter, such as PromptLookup()")
-        if isinstance(drafter, DraftModel):
-            if drafter.drafts_in(self):
-                raise PromptError("the drafter uses the session that it drafts for; give it a session of its own")
-            drafter.check(self.manifest)
-        self.loaded.prepare(self.loaded.verifier)
 
     def _read_policy(self, on_limit: str, sinks: int) -> Policy:
         check_word("on_limit", on_limit, ON_LIMIT)

@@ -148,10 +148,6 @@ class DraftModel:
         if target_manifest is not None:
             self.check(target_manifest)
 
-    def drafts_in(self, session: object) -> bool:
-        """Whether this is the session that it drafts with."""
-        return self._session is session
-
     def check(self, target: Manifest) -> None:
         """Raise SpeculationError unless the draft's ids mean the same as the target's.
 
@@ -200,6 +196,24 @@ class DraftModel:
                 warnings.warn(f"the draft {session.manifest.source.id} cannot guess: {error}", stacklevel=2)
             self._failed = True
         return drafted
+
+
+def check_drafter(drafter: Drafter, session: object, target: Manifest, verifies: bool) -> None:
+    """Raise PromptError or SpeculationError unless `drafter` can draft for a session of the bundle `target`.
+
+    verifies: whether the bundle has a graph that gives the logits of every row.
+    """
+    if not verifies:
+        raise PromptError(
+            "this bundle has no graph that gives the logits of every row, which speculation needs; export it with "
+            "--speculate 8"
+        )
+    if not callable(getattr(drafter, "propose", None)):
+        raise PromptError(f"speculate is {drafter!r}, allowed: a drafter, such as PromptLookup()")
+    if isinstance(drafter, DraftModel):
+        if drafter._session is session:
+            raise PromptError("the drafter uses the session that it drafts for; give it a session of its own")
+        drafter.check(target)
 
 
 @dataclass

@@ -243,6 +243,17 @@ def source(text_source: Path) -> Path:
 
 
 @pytest.fixture
+def previous(source: Path, tmp_path: Path) -> Path:
+    """A bundle that is there already."""
+    from bundle_exports import LENGTHS
+
+    from rollkv.export.cli import main
+
+    assert main(["export", str(source), "-o", str(tmp_path / "out" / "bundle"), *LENGTHS]) == 0
+    return tmp_path / "out" / "bundle"
+
+
+@pytest.fixture
 def copy(text_bundle: Bundle, tmp_path: Path) -> Path:
     """A copy of the bundle that a test may damage."""
     return Path(shutil.copytree(text_bundle.path, tmp_path / "copy"))

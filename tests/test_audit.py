@@ -145,3 +145,10 @@ def test_all_breaches_are_told_at_once(good: tuple[onnx.ModelProto, GraphInfo]) 
 
 def test_the_mask_operand_counts_two_bytes_for_every_head_row_and_slot() -> None:
     assert mask_operand_bytes(heads=9, rows=128, kv_len=1344) == 2 * 9 * 128 * 1344
+
+
+def test_a_name_that_two_initializers_have_is_found(good: tuple[onnx.ModelProto, GraphInfo]) -> None:
+    model, info = good
+    twice = model.graph.initializer.add()
+    twice.CopyFrom(model.graph.initializer[0])
+    assert f"initializer {twice.name} is there 2 times" in audit_graph(model, info)

@@ -6,8 +6,9 @@ import warnings
 import numpy as np
 import pytest
 
+from benchmarks.float16 import halved
 from rollkv.runtime.backend import BackendError, FeedError, OrtBackend
-from rollkv.runtime.bundle import Bundle, BundleError, FileInfo, hash_file, open_bundle
+from rollkv.runtime.bundle import Bundle, BundleError, open_bundle
 from rollkv.runtime.cover import Run
 from rollkv.runtime.sampling import NonFiniteLogits
 from rollkv.runtime.session import Session
@@ -320,32 +321,6 @@ def test_it_runs_moved_linked_read_only_and_from_anywhere_and_writes_nothing(lla
 
 
 # float16
-
-
-def halved(opened, folder):
-    """The same bundle in float16: weights, constants, inputs and outputs of every graph."""
-    import onnx
-    from onnx import numpy_helper
-
-    folder.mkdir()
-    single, half = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
-    for graph in opened.manifest.graphs:
-        model = onnx.load(opened.path / graph.file)
-        assert "Cast" not in {node.op_type for node in model.graph.node}
-        for tensor in model.graph.initializer:
-            if tensor.data_type == single:
-                values = numpy_helper.to_array(tensor)
-                assert np.abs(values).max() <= 65504
-                tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float16), tensor.name))
-        for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
-            if value.type.tensor_type.elem_type == single:
-                value.type.tensor_type.elem_type = half
-        onnx.save(model, folder / graph.file)
-    (folder / "weights.bin").write_bytes(b"")
-    files = {file.name: FileInfo(size=file.stat().st_size, sha256=hash_file(file)) for file in sorted(folder.iterdir())}
-    text = dataclasses.replace(opened.manifest, files=files).to_json()
-    (folder / "manifest.json").write_text(text.replace('"float32"', '"float16"'), "utf-8")
-    return open_bundle(folder)
 
 
 def test_a_float16_copy_of_the_graphs_stays_finite_on_a_left_padded_chunk(each, tmp_path):

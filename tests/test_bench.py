@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 from commands import Run, user_error
-from conftest import make_checkpoint
+from conftest import export, make_checkpoint
 
 from rollkv.export.reference import Reference
 from rollkv.models.checkpoint import open_checkpoint
 from rollkv.runtime import bench as module
 from rollkv.runtime.align import PromptError
 from rollkv.runtime.bench import Times, bench
-from rollkv.runtime.bundle import Bundle
+from rollkv.runtime.bundle import Bundle, GraphInfo
 
 
 def test_times_are_the_median_the_ninth_tenth_and_the_hosts_part() -> None:
@@ -168,3 +168,19 @@ def test_the_report_is_printed_before_the_plot_is_drawn_which_may_fail(
     flags = ("--prompts", "5", "--steps", 1, "--rounds", 1, "--threads", 1, "--plot", tmp_path / "a.svg")
     code, out, err = run("bench", text_bundle.path, *flags)
     assert (code, err, out.splitlines()[3:]) == (0, "", ["drawn"])
+
+
+def test_the_concatenating_driver_runs_the_graph_that_serves_the_steps(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = export(source, tmp_path / "b", max_lm_input_len=120, max_kvcache_len=160, context_buckets=(32, 64))
+    ran: list[int] = []
+    run = module.OrtBackend.run
+
+    def spied(self: object, graph: GraphInfo, feeds: object) -> object:
+        ran.append(graph.kv_len)
+        return run(self, graph, feeds)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module.OrtBackend, "run", spied)
+    bench(str(made.path), prompts=[20, 50, 100], steps=3, rounds=1, threads=1)
+    assert ran == [32] * 3 + [64] * 3 + [160] * 3
