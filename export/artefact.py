@@ -48,6 +48,11 @@ def options_of(m: Manifest) -> ExportOptions:
         head=head,
         mask_value=m.mask_value,
         opset=prefill.opset,
+        norm=m.norm,
+        gqa=m.gqa,
+        rope="feed" if any(v.role == "rope_cos" for v in prefill.inputs) else "graph",
+        dtype=m.dtype,
+        target=m.target,
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollkv.export.cli_targets import add_form_options, add_target_commands, find_target
 from rollkv.runtime.cli import Parser, UsageError, add_commands, run_commands
 from rollkv.runtime.cli_options import size, sizes
 
@@ -83,33 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--allow-no-room", action="store_true", help="allow C == L, which leaves the longest prompt one token"
     )
-    layouts = ("bskd", "bksd", "bksd-kt")
-    export.add_argument("--kv-layout", choices=layouts, default="bskd", help="axes of the cache (default bskd)")
-    export.add_argument(
-        "--ids", choices=("int32", "int64"), default="int32", help="type of ids and positions (default int32)"
-    )
-    export.add_argument(
-        "--input",
-        choices=("ids", "embeds"),
-        default="ids",
-        help="what a run takes: token ids, or their embeddings, which the host looks up (default ids)",
-    )
-    export.add_argument(
-        "--decode-attention",
-        choices=("apart", "joined"),
-        default="apart",
-        help="a decode step takes past and new keys apart, which copies neither, or joins them first as a prefill run "
-        "does (default apart)",
-    )
-    export.add_argument("--head", choices=("last", "all"), default="last", help="rows of logits (default last)")
-    export.add_argument(
-        "--mask-value",
-        metavar="X",
-        type=float,
-        default=-32768.0,
-        help="what hides a slot (default --mask-value=-32768)",
-    )
-    export.add_argument("--opset", type=int, choices=range(13, 19), default=17, help="ONNX opset (default 17)")
+    add_form_options(export)
     export.add_argument("--no-simplify", action="store_true", help="leave onnxsim out")
     export.add_argument("--json", action="store_true", help="print a summary as JSON")
     export.set_defaults(main=export_command)
@@ -140,6 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
     families.add_argument("--json", action="store_true", help="print the table as JSON")
     families.set_defaults(main=families_command)
 
+    add_target_commands(commands)
     add_commands(commands)
     bench = commands.choices["bench"]
     bench.add_argument(
@@ -220,6 +196,7 @@ def export_command(options: argparse.Namespace) -> int:
         context_buckets=options.context_buckets,
         speculate=options.speculate,
         allow_no_room=options.allow_no_room,
+        target=None if options.target is None else find_target(options.target),
         kv_layout=options.kv_layout,
         ids=options.ids,
         head=options.head,
@@ -227,6 +204,10 @@ def export_command(options: argparse.Namespace) -> int:
         decode_attention=options.decode_attention,
         mask_value=options.mask_value,
         opset=options.opset,
+        norm=options.norm,
+        gqa=options.gqa,
+        rope=options.rope,
+        dtype=options.dtype,
         simplify=not options.no_simplify,
     )
     from rollkv.export.pipeline import export_bundle

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import onnx
+from onnx.helper import find_min_ir_version_for, make_opsetid
 
 from rollkv.export.audit import AuditError, audit_graph
 from rollkv.export.background import Background, WeightsWriter
@@ -32,7 +33,6 @@ from rollkv.models.decoder import position_tables, table_shapes
 from rollkv.models.rope import inverse_frequencies
 from rollkv.runtime.bundle import FORMAT, TABLE_BYTES, GraphInfo, Manifest, RopeInfo, SourceInfo, WeightsInfo
 
-IR_VERSION = 9
 Report = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 
 
@@ -91,7 +91,7 @@ def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None 
             kv_len=kv_len,
             head=options.head_of(rows),
             opset=options.opset,
-            ir_version=IR_VERSION,
+            ir_version=ir_version(options.opset),
             inputs=graph_inputs(config, options, rows, kv_len),
             outputs=graph_outputs(config, options, rows),
         )
@@ -116,7 +116,10 @@ def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None 
         max_kvcache_len=options.max_kvcache_len,
         kv_layout=options.kv_layout,
         decode_attention=options.decode_attention,
-        dtype="float32",
+        norm=options.norm,
+        gqa=options.gqa,
+        target=options.target,
+        dtype=options.dtype,
         mask_value=options.mask_value,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -132,6 +135,11 @@ def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None 
         kv_pairs=kv_pairs(config),
         weights=WeightsInfo(file=WEIGHTS_FILE, unique_bytes=sum(4 * math.prod(shape) for shape in stored)),
     )
+
+
+def ir_version(opset: int) -> int:
+    """The lowest IR version that may hold the opset, from 9 on (ONNX's versioning table)."""
+    return max(9, find_min_ir_version_for([make_opsetid("", opset)]))
 
 
 def _rope_info(rope: RopeConfig, slots: int) -> RopeInfo:

@@ -7,12 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from rollkv.export.targets import NATIVE_OPSET, ROPES, Target
 from rollkv.models.config import FLOAT16_MAX, DecoderConfig
-from rollkv.runtime.bundle import DECODE_ATTENTIONS, KV_LAYOUTS, LayerInfo, ValueInfo
+from rollkv.runtime.bundle import DECODE_ATTENTIONS, GQAS, KV_LAYOUTS, NORMS, LayerInfo, ValueInfo
 
 DEFAULT_LENGTH, DEFAULT_CHUNK, DEFAULT_ROOM = 1024, 128, 256
-OPSETS = (13, 14, 15, 16, 17, 18)
+OPSETS = tuple(range(13, 24))
+# Each field of a graph's form: what it may be.
+FORMS: dict[str, tuple[Any, ...]] = {
+    "kv_layout": KV_LAYOUTS,
+    "ids": ("int32", "int64"),
+    "head": ("last", "all", "none"),
+    "input": ("ids", "embeds"),
+    "decode_attention": DECODE_ATTENTIONS,
+    "opset": OPSETS,
+    "norm": NORMS,
+    "gqa": GQAS,
+    "rope": ROPES,
+    "dtype": ("float32", "float16"),
+}
+DEFAULT_FORM: dict[str, Any] = {
+    **{name: allowed[0] for name, allowed in FORMS.items()},
+    "decode_attention": "apart",
+    "opset": 17,
+    "mask_value": -32768.0,
+}
 
 
 class ExportError(ValueError):
@@ -37,6 +58,11 @@ class ExportOptions:
     decode_attention: str = "apart"
     mask_value: float = -32768.0
     opset: int = 17
+    norm: str = "plain"
+    gqa: str = "fold"
+    rope: str = "graph"
+    dtype: str = "float32"
+    target: str | None = None  # the profile whose form was the default
     simplify: bool = True
 
     @property
@@ -68,22 +94,45 @@ def resolve(
     context_buckets: Sequence[int] = (),
     speculate: int | None = None,
     allow_no_room: bool = False,
-    kv_layout: str = "bskd",
-    ids: str = "int32",
-    head: str = "last",
-    input: str = "ids",
-    decode_attention: str = "apart",
-    mask_value: float = -32768.0,
-    opset: int = 17,
+    target: Target | None = None,
+    kv_layout: str | None = None,
+    ids: str | None = None,
+    head: str | None = None,
+    input: str | None = None,
+    decode_attention: str | None = None,
+    mask_value: float | None = None,
+    opset: int | None = None,
+    norm: str | None = None,
+    gqa: str | None = None,
+    rope: str | None = None,
+    dtype: str | None = None,
     simplify: bool = True,
 ) -> ExportOptions:
     """Fill in the defaults (c = 128, L = 1024, C = L + 256, less where the model ends) and check everything.
 
     chunk_size: c, or several, in any order. context_buckets: visible lengths below C, in any order. speculate: rows of
-    a prefill graph with the logits of every row.
+    a prefill graph with the logits of every row. target: whose form stands where a form is None; without one it is
+    that of `DEFAULT_FORM`.
     Raises ExportError that names the flag, what was given and what is allowed.
     """
+    given = {
+        "kv_layout": kv_layout,
+        "ids": ids,
+        "head": head,
+        "input": input,
+        "decode_attention": decode_attention,
+        "mask_value": mask_value,
+        "opset": opset,
+        "norm": norm,
+        "gqa": gqa,
+        "rope": rope,
+        "dtype": dtype,
+    }
+    usual = DEFAULT_FORM if target is None else target.form()
+    form: dict[str, Any] = {name: usual[name] if value is None else value for name, value in given.items()}
     most = config.max_position
+    if chunk_size is None and target is not None:
+        chunk_size = tuple(size for size in target.chunk_sizes if size <= (max_kvcache_len or most)) or None
     length, slots = max_lm_input_len, max_kvcache_len
     if length is None:
         end = min(slots or most, most)
@@ -122,18 +171,17 @@ def resolve(
         raise ExportError(
             f"-C {slots} equals -L: the longest prompt has room for one token only; raise -C, or pass --allow-no-room"
         )
-    for flag, text, allowed in (
-        ("--kv-layout", kv_layout, KV_LAYOUTS),
-        ("--ids", ids, ("int32", "int64")),
-        ("--head", head, ("last", "all")),
-        ("--input", input, ("ids", "embeds")),
-        ("--decode-attention", decode_attention, DECODE_ATTENTIONS),
-        ("--opset", opset, OPSETS),
-    ):
-        if text not in allowed:
-            raise ExportError(f"{flag} is {text!r}, allowed: {', '.join(map(str, allowed))}")
-    if not -FLOAT16_MAX <= mask_value <= -1:
-        raise ExportError(f"--mask-value is {mask_value}, allowed: -65504 .. -1")
+    for name, allowed in FORMS.items():
+        if form[name] not in allowed:
+            flag = f"--{name.replace('_', '-')}"
+            raise ExportError(f"{flag} is {form[name]!r}, allowed: {', '.join(map(str, allowed))}")
+    if not -FLOAT16_MAX <= form["mask_value"] <= -1:
+        raise ExportError(f"--mask-value is {form['mask_value']}, allowed: -65504 .. -1")
+    form["mask_value"] = float(form["mask_value"])
+    if form["norm"] == "native" and form["opset"] < NATIVE_OPSET:
+        raise ExportError(
+            f"--opset is {form['opset']}, but --norm native needs RMSNormalization: allowed from {NATIVE_OPSET}"
+        )
     if config.experts is not None and config.experts.count == 1:
         simplify = False  # softmax over one expert is 1 whatever the router: onnxsim would take its weight away
     options = ExportOptions(
@@ -142,14 +190,9 @@ def resolve(
         max_kvcache_len=slots,
         context_buckets=tuple(buckets),
         speculate=speculate,
-        kv_layout=kv_layout,
-        ids=ids,
-        head=head,
-        input=input,
-        decode_attention=decode_attention,
-        mask_value=float(mask_value),
-        opset=opset,
+        target=None if target is None else target.name,
         simplify=simplify,
+        **form,
     )
     if any(layer.kv_len == 1 for layer in layer_infos(config, options)):
         # Softmax over one slot is 1 whatever its mask: onnxsim would take the mask's input away.

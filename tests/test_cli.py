@@ -160,7 +160,7 @@ LENGTHS = ["-L", 120, "-c", 8, "-C", 160]
         (["--opset", 12], "argument --opset: invalid choice: 12 (choose from"),
         (["--kv-layout", "bkds"], "argument --kv-layout: invalid choice: 'bkds' (choose from"),
         (["--ids", "int8"], "argument --ids: invalid choice: 'int8' (choose from"),
-        (["--head", "none"], "argument --head: invalid choice: 'none' (choose from"),
+        (["--head", "some"], "argument --head: invalid choice: 'some' (choose from"),
         (["--mask-value", "nan"], "--mask-value is nan, allowed: -65504 .. -1"),
         (["--mask-value=-inf"], "--mask-value is -inf, allowed: -65504 .. -1"),
     ],
