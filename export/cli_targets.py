@@ -59,7 +59,7 @@ def add_form_options(export: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--gqa",
         choices=("fold", "repeat"),
-        help="grouped query heads: folded into rows of their key/value head, or with repeated key/value heads (default fold)",
+        help="heads of a group: query heads folded into rows, or key/value heads repeated (default fold)",
     )
     export.add_argument(
         "--rope",
