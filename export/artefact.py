@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 
 from rollkv.export.audit import audit_graph
+from rollkv.export.names import parameter_name
 from rollkv.export.pipeline import describe
 from rollkv.export.signature import ExportOptions
 from rollkv.export.tables import graph_weights, host_tables, table_fault
@@ -94,14 +95,14 @@ def weight_fault(bundle: Bundle, checkpoint: Checkpoint) -> str | None:
 
 
 def stored_weights(bundle: Bundle) -> dict[str, Array]:
-    """Every tensor that the graphs take from the weight file, mapped, by the name that the graphs give it."""
+    """Every tensor that the graphs take from the weight file, mapped, by its name in the decoder."""
     weights: dict[str, Array] = {}
     for info in bundle.manifest.graphs:
         for tensor in onnx.load(bundle.path / info.file, load_external_data=False).graph.initializer:
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
                 where = {entry.key: entry.value for entry in tensor.external_data}
                 place = Placed(int(where["offset"]), int(where["length"]), tuple(tensor.dims))
-                weights[tensor.name] = map_tensor(bundle.path / where["location"], place)
+                weights[parameter_name(tensor.name)] = map_tensor(bundle.path / where["location"], place)
     return weights
 
 

@@ -13,6 +13,7 @@ from onnx.helper import find_min_ir_version_for, make_opsetid
 
 from rollkv.export.audit import AuditError, audit_graph
 from rollkv.export.background import Background, WeightsWriter
+from rollkv.export.names import plain_names
 from rollkv.export.passes import passes_for, run_passes
 from rollkv.export.signature import ExportOptions, graph_inputs, graph_outputs, kv_pairs, layer_infos
 from rollkv.export.tables import graph_weights, host_tables
@@ -62,7 +63,7 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
                 report(f"passes {Path(info.file).stem}", done, len(traced))
                 model = run_passes(graph, passes_for(options.opset, options.simplify))
                 model.ir_version = info.ir_version
-                write_file(folder / info.file, serialize(bind_weights(model, placed, WEIGHTS_FILE)))
+                write_file(folder / info.file, serialize(plain_names(bind_weights(model, placed, WEIGHTS_FILE))))
                 findings = audit_graph(onnx.load(folder / info.file, load_external_data=False), info)
                 if findings:
                     raise AuditError(info.file, findings)

@@ -224,7 +224,8 @@ def change_graph(bundle: Bundle, file: str, change: Callable[[onnx.GraphProto], 
 def swap_weights(graph: onnx.GraphProto) -> None:
     """The key weights of the two layers change places."""
     first, second = (
-        next(tensor for tensor in graph.initializer if tensor.name == f"layers.{i}.attention.k.weight") for i in (0, 1)
+        next(tensor for tensor in graph.initializer if tensor.name == f"layers__{i}__attention__k__weight")
+        for i in (0, 1)
     )
     first.name, second.name = second.name, first.name
 

@@ -292,7 +292,7 @@ def test_verify_names_the_rung_and_the_place_of_changed_weights(run: Run, copy: 
     from onnx import load
 
     graph = load(copy / "decode.onnx", load_external_data=False).graph
-    tensor = next(t for t in graph.initializer if t.name == "layers.1.attention.v.weight")
+    tensor = next(t for t in graph.initializer if t.name == "layers__1__attention__v__weight")
     offset = next(int(entry.value) for entry in tensor.external_data if entry.key == "offset")
     weights = np.fromfile(copy / "weights.bin", np.float32)
     weights[offset // 4 : offset // 4 + 12] *= 1.05
