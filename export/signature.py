@@ -5,11 +5,11 @@ Knows no torch and no ONNX. L, c, C and Cs as in the contract.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollkv.export.targets import NATIVE_OPSET, ROPES, Target
+from rollkv.export.targets import NATIVE_OPSET, NORM_OPS, ROPES, ROUTING_OPS, Target
 from rollkv.models.config import FLOAT16_MAX, DecoderConfig
 from rollkv.runtime.bundle import DECODE_ATTENTIONS, GQAS, KV_LAYOUTS, NORMS, LayerInfo, ValueInfo
 
@@ -182,6 +182,8 @@ def resolve(
         raise ExportError(
             f"--opset is {form['opset']}, but --norm native needs RMSNormalization: allowed from {NATIVE_OPSET}"
         )
+    if target is not None:
+        _check_target(config, target, form)
     if config.experts is not None and config.experts.count == 1:
         simplify = False  # softmax over one expert is 1 whatever the router: onnxsim would take its weight away
     options = ExportOptions(
@@ -198,6 +200,24 @@ def resolve(
         # Softmax over one slot is 1 whatever its mask: onnxsim would take the mask's input away.
         options = replace(options, simplify=False)
     return options
+
+
+def _check_target(config: DecoderConfig, target: Target, form: Mapping[str, Any]) -> None:
+    """Raise ExportError that names the first limit of a target which the graph would break."""
+    low, high = target.opsets
+    if not low <= form["opset"] <= high:
+        raise ExportError(f"--opset is {form['opset']}, --target {target.name} takes {low} .. {high}")
+    refused = NORM_OPS[form["norm"]] - target.ops
+    if refused:
+        raise ExportError(
+            f"--norm {form['norm']} needs {', '.join(sorted(refused))}, which --target {target.name} does not take; its "
+            f"own form is --norm {target.norm}"
+        )
+    if config.experts is not None and ROUTING_OPS - target.ops:
+        raise ExportError(
+            f"--target {target.name} cannot hold a mixture of experts: its routing needs "
+            f"{', '.join(sorted(ROUTING_OPS - target.ops))}, which {target.name} does not take"
+        )
 
 
 def layer_infos(config: DecoderConfig, options: ExportOptions) -> list[LayerInfo]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from rollkv.export.signature import (
     layer_infos,
     resolve,
 )
-from rollkv.models.config import DecoderConfig
+from rollkv.export.targets import TARGETS
+from rollkv.models.config import DecoderConfig, ExpertsConfig
 from rollkv.models.settings import read_config
 
 
@@ -278,3 +280,52 @@ def test_a_model_like_gemma_3_holds_three_tenths_of_the_cache() -> None:
     lengths = [layer.kv_len for layer in layer_infos(config, options)]
     assert lengths == ([512 - 1 + 128] * 5 + [4096]) * 4
     assert round(sum(lengths) / (24 * 4096), 2) == 0.30
+
+
+def test_a_target_sets_the_form_and_a_flag_sets_each_field_alone() -> None:
+    target = TARGETS["rk3588"]
+    options = resolve(config(256), max_kvcache_len=64, max_lm_input_len=32, target=target)
+    assert {name: getattr(options, name) for name in target.form()} == target.form()
+    assert options.target == "rk3588"
+    options = resolve(config(256), max_kvcache_len=64, max_lm_input_len=32, target=target, input="ids", mask_value=-99)
+    assert (options.input, options.mask_value, options.gqa) == ("ids", -99.0, "repeat")
+
+
+def test_the_rows_that_suit_a_target_are_its_default_where_they_fit() -> None:
+    target = TARGETS["horizon"]
+    assert resolve(config(1024), target=target).chunk_sizes == (256,)
+    assert resolve(config(256), max_lm_input_len=32, max_kvcache_len=64, target=target).chunk_sizes == (64,)
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "message"),
+    [
+        ("sophgo-bm1684x", {"opset": 18}, "--opset is 18, --target sophgo-bm1684x takes 13 .. 17"),
+        (
+            "mnn",
+            {"norm": "native", "opset": 22},
+            "--opset is 22, but --norm native needs RMSNormalization: allowed from 23",
+        ),
+        (
+            "rk3588",
+            {"norm": "rsqrt"},
+            "--norm rsqrt needs Reciprocal, which --target rk3588 does not take; its own form is --norm plain",
+        ),
+    ],
+)
+def test_a_flag_that_breaks_a_limit_of_the_target_is_refused(target: str, given: dict, message: str) -> None:
+    with pytest.raises(ExportError) as caught:
+        resolve(config(256), max_lm_input_len=32, max_kvcache_len=64, target=TARGETS[target], **given)
+    assert str(caught.value) == message
+
+
+def test_a_target_that_cannot_route_experts_is_refused_with_the_ops() -> None:
+    experts = ExpertsConfig(count=4, top_k=2, width=8, normalise=True, shared_width=0)
+    mixture = dataclasses.replace(config(256), experts=experts)
+    with pytest.raises(ExportError) as caught:
+        resolve(mixture, max_lm_input_len=32, max_kvcache_len=64, target=TARGETS["universal"])
+    assert str(caught.value) == (
+        "--target universal cannot hold a mixture of experts: its routing needs Cast, Equal, ReduceSum, TopK, which "
+        "universal does not take"
+    )
+    assert resolve(mixture, max_lm_input_len=32, max_kvcache_len=64, target=TARGETS["openvino-npu"]).norm == "rowmax"
