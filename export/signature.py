@@ -210,8 +210,8 @@ def _check_target(config: DecoderConfig, target: Target, form: Mapping[str, Any]
     refused = NORM_OPS[form["norm"]] - target.ops
     if refused:
         raise ExportError(
-            f"--norm {form['norm']} needs {', '.join(sorted(refused))}, which --target {target.name} does not take; its "
-            f"own form is --norm {target.norm}"
+            f"--norm {form['norm']} needs {', '.join(sorted(refused))}, which --target {target.name} does not take; "
+            f"its own form is --norm {target.norm}"
         )
     if config.experts is not None and ROUTING_OPS - target.ops:
         raise ExportError(
