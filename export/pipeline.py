@@ -116,6 +116,7 @@ def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None 
         max_kvcache_len=options.max_kvcache_len,
         kv_layout=options.kv_layout,
         decode_attention=options.decode_attention,
+        projections=options.projections,
         dtype="float32",
         mask_value=options.mask_value,
         vocab_size=config.vocab_size,

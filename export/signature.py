@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rollkv.models.config import FLOAT16_MAX, DecoderConfig
-from rollkv.runtime.bundle import DECODE_ATTENTIONS, KV_LAYOUTS, LayerInfo, ValueInfo
+from rollkv.models.projections import DEFAULT_PROJECTIONS, can_be_joined, default_projections
+from rollkv.runtime.bundle import DECODE_ATTENTIONS, KV_LAYOUTS, PROJECTIONS, LayerInfo, ValueInfo
 
 DEFAULT_LENGTH, DEFAULT_CHUNK, DEFAULT_ROOM = 1024, 128, 256
 OPSETS = (13, 14, 15, 16, 17, 18)
@@ -35,6 +36,7 @@ class ExportOptions:
     head: str = "last"
     input: str = "ids"
     decode_attention: str = "apart"
+    projections: str = DEFAULT_PROJECTIONS
     mask_value: float = -32768.0
     opset: int = 17
     simplify: bool = True
@@ -73,6 +75,7 @@ def resolve(
     head: str = "last",
     input: str = "ids",
     decode_attention: str = "apart",
+    projections: str | None = None,
     mask_value: float = -32768.0,
     opset: int = 17,
     simplify: bool = True,
@@ -80,7 +83,7 @@ def resolve(
     """Fill in the defaults (c = 128, L = 1024, C = L + 256, less where the model ends) and check everything.
 
     chunk_size: c, or several, in any order. context_buckets: visible lengths below C, in any order. speculate: rows of
-    a prefill graph with the logits of every row.
+    a prefill graph with the logits of every row. projections: by default that of `default_projections`.
     Raises ExportError that names the flag, what was given and what is allowed.
     """
     most = config.max_position
@@ -122,16 +125,21 @@ def resolve(
         raise ExportError(
             f"-C {slots} equals -L: the longest prompt has room for one token only; raise -C, or pass --allow-no-room"
         )
+    if projections is None:
+        projections = default_projections(config)
     for flag, text, allowed in (
         ("--kv-layout", kv_layout, KV_LAYOUTS),
         ("--ids", ids, ("int32", "int64")),
         ("--head", head, ("last", "all")),
         ("--input", input, ("ids", "embeds")),
         ("--decode-attention", decode_attention, DECODE_ATTENTIONS),
+        ("--projections", projections, PROJECTIONS),
         ("--opset", opset, OPSETS),
     ):
         if text not in allowed:
             raise ExportError(f"{flag} is {text!r}, allowed: {', '.join(map(str, allowed))}")
+    if projections == "joined" and not can_be_joined(config):
+        raise ExportError("--projections is 'joined', allowed: separate; a Gemma 4 layer has a form of its own")
     if not -FLOAT16_MAX <= mask_value <= -1:
         raise ExportError(f"--mask-value is {mask_value}, allowed: -65504 .. -1")
     if config.experts is not None and config.experts.count == 1:
@@ -147,6 +155,7 @@ def resolve(
         head=head,
         input=input,
         decode_attention=decode_attention,
+        projections=projections,
         mask_value=float(mask_value),
         opset=opset,
         simplify=simplify,

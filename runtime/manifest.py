@@ -29,6 +29,7 @@ HEADS = ("last", "all")  # rows of logits
 MASK_MAX = 65504.0  # the largest float16
 TABLE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # storage type of an embedding table -> bytes of a number
 DECODE_ATTENTIONS = ("joined", "apart")
+PROJECTIONS = ("separate", "joined")
 IMAGE_ATTENTIONS = ("causal", "bidirectional")
 
 
@@ -165,6 +166,7 @@ class Manifest:
     files: dict[str, FileInfo] = field(default_factory=dict)
     chunk_sizes: list[int] = field(default_factory=list)  # rows of the prefill graphs, ascending; empty: chunk_size
     decode_attention: str = "joined"  # whether the decode graphs join past and new keys, or the scores of either
+    projections: str = "separate"  # whether q, k, v are one product and gate, up are one, norms and scales folded in
     embedding: TableInfo | None = None  # where the graphs take embeddings: (V, H)
     per_layer_embedding: TableInfo | None = None  # where they take per-layer inputs
     image_attention: str = "causal"  # how the model lets tokens of one image see each other; the graphs are causal
