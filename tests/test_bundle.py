@@ -114,7 +114,6 @@ def test_a_field_of_another_type_is_named_with_what_was_there(folder, path):
         (("format",), True, "format is True, must be a positive integer"),
         (("format",), 2, "format 2 is newer than 1, the newest this rollkv reads; upgrade rollkv"),
         (("kv_layout",), "sbkd", "kv_layout 'sbkd' is not supported; supported: bskd, bksd, bksd-kt"),
-        (("projections",), "fused", "projections 'fused' is not supported; supported: separate, joined"),
         (("dtype",), "bfloat16", "dtype 'bfloat16' is not supported; supported: float32, float16"),
         (("chunk_size",), 0, "chunk_size 0 is not in 1 .. max_kvcache_len"),
         (("chunk_size",), 25, "chunk_size 25 is not in 1 .. max_kvcache_len"),
