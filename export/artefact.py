@@ -44,6 +44,7 @@ def options_of(m: Manifest) -> ExportOptions:
         speculate=next((graph.rows for graph in prefills if graph.head != head), None),
         kv_layout=m.kv_layout,
         decode_attention=m.decode_attention,
+        projections=m.projections,
         ids=next((v.dtype for v in prefill.inputs if v.role in ("ids", "position_ids")), "int32"),
         input=next(v.role for v in prefill.inputs if v.role in ("ids", "embeds")),
         head=head,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rollkv.export.tables import Table, write_table
 from rollkv.export.write import WEIGHTS_FILE, Placed, write_weights
-from rollkv.models.checkpoint import Weight
+from rollkv.models.tensors import Parameter
 from rollkv.runtime.bundle import hash_file
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class WeightsWriter:
     def __init__(
         self,
         folder: Path,
-        weights: Sequence[Weight],
+        weights: Sequence[Parameter],
         tables: Mapping[str, NDArray[np.float32]],
         placed: Mapping[str, Placed],
         hosted: Mapping[str, Table],

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rollkv.export.cli_audit import add_audit_command
-from rollkv.export.cli_targets import add_form_options, add_target_commands, find_target
+from rollkv.export.cli_flags import add_export_flags
+from rollkv.export.cli_targets import add_target_commands, find_target
 from rollkv.runtime.cli import Parser, UsageError, add_commands, run_commands
-from rollkv.runtime.cli_options import size, sizes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,55 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     export = commands.add_parser(
         "export", help="write a bundle from a checkpoint", description="Write a bundle from a checkpoint."
     )
-    export.add_argument(
-        "model",
-        metavar="MODEL",
-        help="preset (smollm2-135m, qwen2.5-coder-0.5b), Hugging Face folder, .gguf file or hub id",
-    )
-    export.add_argument(
-        "-o",
-        "--output",
-        metavar="BUNDLE",
-        required=True,
-        help="folder to write; a bundle that is there is replaced at the end",
-    )
-    export.add_argument("--lora", metavar="FOLDER", help="PEFT LoRA adapter to merge into the weights")
-    export.add_argument(
-        "-L", "--max-lm-input-len", metavar="L", type=int, help="longest prompt in tokens (default 1024)"
-    )
-    export.add_argument(
-        "-c",
-        "--chunk-size",
-        metavar="c",
-        type=sizes,
-        help="rows of one prefill run (default 128); several, such as 32,128,512, make a prefill graph each",
-    )
-    export.add_argument(
-        "--speculate",
-        metavar="ROWS",
-        type=size,
-        help="make a prefill graph of ROWS rows that gives the logits of all of them, for speculative decoding",
-    )
-    export.add_argument(
-        "-C",
-        "--max-kvcache-len",
-        metavar="C",
-        type=int,
-        help="key slots that a query can see, its own run included (default L + 256)",
-    )
-    export.add_argument(
-        "--context-buckets",
-        metavar="C'",
-        type=sizes,
-        default=(),
-        help="smaller visible lengths, such as 256,512, each with graphs of its own: a run with little behind it does "
-        "not pay for an empty cache (default none)",
-    )
-    export.add_argument(
-        "--allow-no-room", action="store_true", help="allow C == L, which leaves the longest prompt one token"
-    )
-    add_form_options(export)
-    export.add_argument("--no-simplify", action="store_true", help="leave onnxsim out")
+    add_export_flags(export)
     export.add_argument("--json", action="store_true", help="print a summary as JSON")
     export.set_defaults(main=export_command)
 
@@ -204,6 +156,7 @@ def export_command(options: argparse.Namespace) -> int:
         head=options.head,
         input=options.input,
         decode_attention=options.decode_attention,
+        projections=options.projections,
         mask_value=options.mask_value,
         opset=options.opset,
         norm=options.norm,

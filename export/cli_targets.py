@@ -24,55 +24,6 @@ def add_target_commands(commands: Any) -> None:
     targets.set_defaults(main=targets_command)
 
 
-def add_form_options(export: argparse.ArgumentParser) -> None:
-    """Add `--target` and the flags that set each field of a graph's form alone."""
-    export.add_argument(
-        "--target",
-        metavar="TARGET",
-        help="NPU compiler whose graph form is the default of the flags below (`rollkv targets` lists them)",
-    )
-    layouts = ("bskd", "bksd", "bksd-kt")
-    export.add_argument("--kv-layout", choices=layouts, help="axes of the cache (default bskd)")
-    export.add_argument("--ids", choices=("int32", "int64"), help="type of ids and positions (default int32)")
-    export.add_argument(
-        "--input",
-        choices=("ids", "embeds"),
-        help="what a run takes: token ids, or their embeddings, which the host looks up (default ids)",
-    )
-    export.add_argument(
-        "--decode-attention",
-        choices=("apart", "joined"),
-        help="a decode step takes past and new keys apart, which copies neither, or joins them first as a prefill run "
-        "does (default apart)",
-    )
-    export.add_argument(
-        "--head",
-        choices=("last", "all", "none"),
-        help="rows of logits; none: the graphs give the last hidden row, which the host multiplies (default last)",
-    )
-    export.add_argument(
-        "--norm",
-        choices=("plain", "rowmax", "native", "rsqrt"),
-        help="form of RMSNorm: x / sqrt(mean(x x) + eps); each row scaled by its largest value first, which stays "
-        "finite in float16; the op RMSNormalization (opset 23); with a Reciprocal (default plain)",
-    )
-    export.add_argument(
-        "--gqa",
-        choices=("fold", "repeat"),
-        help="heads of a group: query heads folded into rows, or key/value heads repeated (default fold)",
-    )
-    export.add_argument(
-        "--rope",
-        choices=("graph", "feed"),
-        help="rotary tables in the graph, or cos and sin fed by the host (default graph)",
-    )
-    export.add_argument(
-        "--dtype", choices=("float32", "float16"), help="of weights, caches and masks (default float32)"
-    )
-    export.add_argument("--mask-value", metavar="X", type=float, help="what hides a slot (default --mask-value=-32768)")
-    export.add_argument("--opset", type=int, choices=range(13, 24), help="ONNX opset (default 17)")
-
-
 def targets_command(options: argparse.Namespace) -> int:
     """`rollkv targets`."""
     from rollkv.export.targets import TARGETS

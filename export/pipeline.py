@@ -117,6 +117,7 @@ def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None 
         max_kvcache_len=options.max_kvcache_len,
         kv_layout=options.kv_layout,
         decode_attention=options.decode_attention,
+        projections=options.projections,
         norm=options.norm,
         gqa=options.gqa,
         target=options.target,

@@ -11,7 +11,16 @@ from typing import Any
 
 from rollkv.export.targets import NATIVE_OPSET, NORM_OPS, ROPES, ROUTING_OPS, Target
 from rollkv.models.config import FLOAT16_MAX, DecoderConfig
-from rollkv.runtime.bundle import DECODE_ATTENTIONS, GQAS, KV_LAYOUTS, NORMS, LayerInfo, ValueInfo
+from rollkv.models.projections import DEFAULT_PROJECTIONS, can_be_joined, default_projections
+from rollkv.runtime.bundle import (
+    DECODE_ATTENTIONS,
+    GQAS,
+    KV_LAYOUTS,
+    NORMS,
+    PROJECTIONS,
+    LayerInfo,
+    ValueInfo,
+)
 
 DEFAULT_LENGTH, DEFAULT_CHUNK, DEFAULT_ROOM = 1024, 128, 256
 OPSETS = tuple(range(13, 24))
@@ -56,6 +65,7 @@ class ExportOptions:
     head: str = "last"
     input: str = "ids"
     decode_attention: str = "apart"
+    projections: str = DEFAULT_PROJECTIONS
     mask_value: float = -32768.0
     opset: int = 17
     norm: str = "plain"
@@ -106,13 +116,15 @@ def resolve(
     gqa: str | None = None,
     rope: str | None = None,
     dtype: str | None = None,
+    projections: str | None = None,
     simplify: bool = True,
 ) -> ExportOptions:
     """Fill in the defaults (c = 128, L = 1024, C = L + 256, less where the model ends) and check everything.
 
     chunk_size: c, or several, in any order. context_buckets: visible lengths below C, in any order. speculate: rows of
     a prefill graph with the logits of every row. target: whose form stands where a form is None; without one it is
-    that of `DEFAULT_FORM`.
+    that of `DEFAULT_FORM`. projections: by default separate
+    for a target, else that of `default_projections`.
     Raises ExportError that names the flag, what was given and what is allowed.
     """
     given = {
@@ -182,6 +194,12 @@ def resolve(
         raise ExportError(
             f"--opset is {form['opset']}, but --norm native needs RMSNormalization: allowed from {NATIVE_OPSET}"
         )
+    if projections is None:
+        projections = "separate" if target is not None else default_projections(config)
+    if projections not in PROJECTIONS:
+        raise ExportError(f"--projections is {projections!r}, allowed: {', '.join(PROJECTIONS)}")
+    if projections == "joined" and not can_be_joined(config):
+        raise ExportError("--projections is 'joined', allowed: separate; a Gemma 4 layer has a form of its own")
     if target is not None:
         _check_target(config, target, form)
     if config.experts is not None and config.experts.count == 1:
@@ -192,6 +210,7 @@ def resolve(
         max_kvcache_len=slots,
         context_buckets=tuple(buckets),
         speculate=speculate,
+        projections=projections,
         target=None if target is None else target.name,
         simplify=simplify,
         **form,

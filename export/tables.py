@@ -6,7 +6,7 @@ Knows no graph. `runtime/embedding.py` reads them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from rollkv.export.signature import ExportOptions
 from rollkv.models.checkpoint import Checkpoint, Weight
 from rollkv.models.config import CheckpointError
+from rollkv.models.joined import joined_weights
 from rollkv.models.names import PER_LAYER_TABLE
-from rollkv.models.tensors import storage_type
+from rollkv.models.tensors import Parameter, storage_type
 from rollkv.runtime.bundle import TableInfo
 
 EMBEDDING = "embedding.weight"  # by its name in the decoder
@@ -46,12 +47,18 @@ def host_tables(checkpoint: Checkpoint, options: ExportOptions) -> dict[str, Tab
     return tables
 
 
-def graph_weights(checkpoint: Checkpoint, options: ExportOptions) -> list[Weight]:
-    """The weights that the graphs read: a table that the host looks up stays outside, unless a tied head shares it."""
+def graph_weights(checkpoint: Checkpoint, options: ExportOptions) -> list[Parameter]:
+    """The weights that the graphs read, in the form that they have there.
+
+    A table that the host looks up stays outside, unless a tied head shares it.
+    """
     outside = {PER_LAYER_TABLE}
     if options.input == "embeds" and not checkpoint.config.tied_head:
         outside.add(EMBEDDING)
-    return [weight for weight in checkpoint.weights if weight.name not in outside]
+    weights: Sequence[Parameter] = checkpoint.weights
+    if options.projections == "joined":
+        weights = joined_weights(checkpoint.config, weights)
+    return [weight for weight in weights if weight.name not in outside]
 
 
 def write_table(path: Path, table: Table, progress: Callable[[int], None]) -> None:

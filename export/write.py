@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from rollkv.export.signature import ExportError
-from rollkv.models.checkpoint import Weight
 from rollkv.models.config import FLOAT16_MAX, CheckpointError
+from rollkv.models.tensors import Parameter
 from rollkv.runtime.bundle import FileInfo, Manifest, hash_file
 
 WEIGHTS_FILE = "weights.bin"
@@ -82,7 +82,7 @@ def replacing_folder(final: Path) -> Iterator[Path]:
     _remove(work)
 
 
-def place_weights(weights: Sequence[Weight], tables: Mapping[str, NDArray[np.float32]]) -> dict[str, Placed]:
+def place_weights(weights: Sequence[Parameter], tables: Mapping[str, NDArray[np.float32]]) -> dict[str, Placed]:
     """Offsets in the weight file, each tensor once."""
     placed: dict[str, Placed] = {}
     offset = 0
@@ -95,7 +95,7 @@ def place_weights(weights: Sequence[Weight], tables: Mapping[str, NDArray[np.flo
 
 def write_weights(
     path: Path,
-    weights: Sequence[Weight],
+    weights: Sequence[Parameter],
     tables: Mapping[str, NDArray[np.float32]],
     placed: Mapping[str, Placed],
     progress: Callable[[int], None],

@@ -11,9 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from rollkv.models.config import DecoderConfig, LayerConfig
+from rollkv.models.joined_layers import JoinedAttention, JoinedMLP
 from rollkv.models.layers import MLP, Attention, CacheForm, Experts, make_norm
+from rollkv.models.projections import Projections
 
 Outputs = tuple[Tensor, Tensor, Tensor]  # x (1, c, H), new key and value in kv_layout
+SEPARATE = Projections()
 
 
 class Layer(nn.Module):
@@ -21,15 +24,17 @@ class Layer(nn.Module):
 
     scaled = False  # whether it applies the residual scale
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm) -> None:
+    def __init__(
+        self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm, form: Projections = SEPARATE
+    ) -> None:
         super().__init__()
         assert self.scaled or config.residual_scale == 1, f"no residual scale with order {config.order!r}"
-        self.attention = Attention(config, layer, cache)
+        self.attention = JoinedAttention(config, layer, cache, form) if form.qkv else Attention(config, layer, cache)
         if layer.sparse:
             assert config.experts is not None
             self.mlp: nn.Module = Experts(config, config.experts)
         else:
-            self.mlp = MLP(config, layer.intermediate_size)
+            self.mlp = (JoinedMLP if form.gate_up else MLP)(config, layer.intermediate_size)
 
     def attend(self, x: Tensor, tensors: dict[str, Tensor]) -> Outputs:
         """Attention of x (1, c, H) with the rotation, mask and past among the layer's tensors."""
@@ -43,9 +48,12 @@ class PreNorm(Layer):
 
     scaled = True
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm) -> None:
-        super().__init__(config, layer, cache)
-        self.attention_norm, self.mlp_norm = make_norm(config), make_norm(config)
+    def __init__(
+        self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm, form: Projections = SEPARATE
+    ) -> None:
+        super().__init__(config, layer, cache, form)
+        self.attention_norm = make_norm(config, form.folds("attention_norm"))
+        self.mlp_norm = make_norm(config, form.folds("mlp_norm"))
         self.scale = config.residual_scale
 
     def forward(self, x: Tensor, **tensors: Tensor) -> Outputs:
@@ -61,10 +69,12 @@ class PreNorm(Layer):
 class Parallel(Layer):
     """x += attention(norm(x)) + mlp(norm(x)): one norm, or with order "parallel-two" one for each."""
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm) -> None:
-        super().__init__(config, layer, cache)
-        self.attention_norm = make_norm(config)
-        self.mlp_norm = make_norm(config) if config.order == "parallel-two" else None
+    def __init__(
+        self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm, form: Projections = SEPARATE
+    ) -> None:
+        super().__init__(config, layer, cache, form)
+        self.attention_norm = make_norm(config, form.folds("attention_norm"))
+        self.mlp_norm = make_norm(config, form.folds("mlp_norm")) if config.order == "parallel-two" else None
 
     def forward(self, x: Tensor, **tensors: Tensor) -> Outputs:
         """See the module."""
@@ -76,10 +86,15 @@ class Parallel(Layer):
 class Sandwich(Layer):
     """x += norm(attention(norm(x))); x += norm(mlp(norm(x)))."""
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm) -> None:
-        super().__init__(config, layer, cache)
-        self.attention_norm, self.attention_post_norm = make_norm(config), make_norm(config)
-        self.mlp_norm, self.mlp_post_norm = make_norm(config), make_norm(config)
+    def __init__(
+        self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm, form: Projections = SEPARATE
+    ) -> None:
+        super().__init__(config, layer, cache, form)
+        self.attention_norm, self.attention_post_norm = (
+            make_norm(config, form.folds("attention_norm")),
+            make_norm(config),
+        )
+        self.mlp_norm, self.mlp_post_norm = make_norm(config, form.folds("mlp_norm")), make_norm(config)
 
     def forward(self, x: Tensor, **tensors: Tensor) -> Outputs:
         """See the module."""
@@ -91,8 +106,10 @@ class Sandwich(Layer):
 class PostNorm(Layer):
     """x += norm(attention(x)); x += norm(mlp(x))."""
 
-    def __init__(self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm) -> None:
-        super().__init__(config, layer, cache)
+    def __init__(
+        self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm, form: Projections = SEPARATE
+    ) -> None:
+        super().__init__(config, layer, cache, form)
         self.attention_post_norm, self.mlp_post_norm = make_norm(config), make_norm(config)
 
     def forward(self, x: Tensor, **tensors: Tensor) -> Outputs:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from rollkv.models.config import CheckpointError, DecoderConfig
 from rollkv.models.families import FAMILIES
 from rollkv.models.hf_files import open_safetensors, read_json
+from rollkv.models.joined import joined_weights
 from rollkv.models.lora import Lora, open_lora
 from rollkv.models.names import PER_LAYER_TABLE, head_name, tensor_names, unread_names
 from rollkv.models.presets import PRESETS, cache_folder, fetch_preset, hash_file
@@ -141,18 +142,19 @@ def _refuse_lora(lora: Path | None, model: str) -> None:
 
 
 def load_decoder(decoder: Decoder, checkpoint: Checkpoint, slots: int) -> None:
-    """Fill every parameter of a torch decoder; float32, the whole model in memory. slots: C."""
+    """Fill every parameter of a torch decoder, of either form; float32, the whole model in memory. slots: C."""
     import torch
 
     from rollkv.models.decoder import position_tables
 
+    config = checkpoint.config
     parameters = dict(decoder.named_parameters())  # a shared one appears once, under its first name
     with torch.no_grad():
-        for weight in checkpoint.weights:
+        for weight in joined_weights(config, checkpoint.weights) if decoder.joined else checkpoint.weights:
             if weight.name == PER_LAYER_TABLE:
                 continue  # the host looks its rows up
             weight.copy_to(parameters.pop(weight.name).numpy())
-        for name, table in position_tables(checkpoint.config, slots).items():
+        for name, table in position_tables(config, slots).items():
             parameters.pop(name).copy_(table)
     assert not parameters, f"never filled: {sorted(parameters)}"
 

@@ -145,6 +145,10 @@ class DecoderConfig:
         """Decoder layers."""
         return len(self.layers)
 
+    def score_scale(self, layer: LayerConfig) -> float:
+        """What the scores of a layer are multiplied by, before a soft-cap."""
+        return layer.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
     @property
     def per_layer_width(self) -> int:
         """P, 0 for a model without embeddings for each layer."""

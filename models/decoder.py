@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from rollkv.models.blocks import BLOCKS
-from rollkv.models.config import DecoderConfig
+from rollkv.models.blocks import BLOCKS, SEPARATE
+from rollkv.models.config import DecoderConfig, LayerConfig
 from rollkv.models.gemma4 import Gemma4Layer, PerLayerInputs
 from rollkv.models.layers import CacheForm, make_norm
+from rollkv.models.projections import joined_projections
 from rollkv.models.rope import Rope, query_scales, rope_tables
 
 
@@ -98,16 +99,19 @@ class Decoder(nn.Module):
         cache: CacheForm = CacheForm(),  # noqa: B008  (frozen)
         head: str = "last",
         source: str = "ids",
+        joined: bool = False,
     ) -> None:
-        """head: rows of logits, "last" or "all". source: what a run takes, "ids" or "embeds"."""
+        """head: rows of logits, "last" or "all". source: what a run takes, "ids" or "embeds".
+
+        joined: its layers are of the joined form, as far as the model has one (`projections.py`).
+        """
         super().__init__()
-        self.config, self.source = config, source
+        self.config, self.source, self.joined = config, source, joined
         self.embedding = Embedding(config.vocab_size, config.hidden_size, config.embedding_scale)
         self.positions = Positions(config.max_position, config.hidden_size) if config.learned_positions else None
         self.rope = nn.ModuleDict({rope.name: Rope(rope, config.max_position) for rope in config.ropes})
         self.per_layer = PerLayerInputs(config) if config.per_layer_width else None
-        block = BLOCKS[config.order] if config.gemma4 is None else Gemma4Layer
-        self.layers = nn.ModuleList(block(config, layer, cache) for layer in config.layers)
+        self.layers = nn.ModuleList(_make_layer(config, layer, cache, joined) for layer in config.layers)
         self.head = Head(config, head, self.embedding.weight)
 
     def calls(self) -> Iterator[Call]:
@@ -158,6 +162,14 @@ class Decoder(nn.Module):
             made = self.get_submodule(call.module)(**{arg: values[name] for arg, name in call.inputs.items()})
             values.update(zip(call.outputs, made if isinstance(made, tuple) else (made,), strict=True))
         return values
+
+
+def _make_layer(config: DecoderConfig, layer: LayerConfig, cache: CacheForm, joined: bool) -> nn.Module:
+    if config.gemma4 is not None:
+        return Gemma4Layer(config, layer, cache)
+    form = joined_projections(config, layer) if joined else SEPARATE
+    made: nn.Module = BLOCKS[config.order](config, layer, cache, form)
+    return made
 
 
 def table_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

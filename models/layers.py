@@ -68,6 +68,18 @@ def scaled_to_one(x: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
 
 
+class ScaledToOne(nn.Module):
+    """An RMSNorm whose weight is in the product behind it."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) -> (..., width)."""
+        return scaled_to_one(x, self.eps)
+
+
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis (Ba et al. 2016, arXiv:1607.06450)."""
 
@@ -85,8 +97,11 @@ class LayerNorm(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def make_norm(config: DecoderConfig) -> nn.Module:
-    """The norm of the residual stream."""
+def make_norm(config: DecoderConfig, folded: bool = False) -> nn.Module:
+    """A norm of the residual stream. folded: its weight is in the product behind it, which only an RMSNorm's can be."""
+    if folded:
+        assert config.norm == "rms", config.norm
+        return ScaledToOne(config.norm_eps)
     if config.norm == "rms":
         return RMSNorm(config.hidden_size, config.norm_eps)
     return LayerNorm((config.hidden_size,), config.norm_eps, bias=config.norm == "layer-bias")
@@ -123,14 +138,17 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim, self.cache = config.num_heads, layer.kv_heads, layer.head_dim, cache
         self.norm_kind, self.softcap = config.qk_norm, config.attention_softcap
-        self.scale = layer.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        bias = "qkv" in config.biases
-        self.q = Linear(config.hidden_size, self.heads * self.head_dim, bias)
-        self.k = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
-        self.v = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
+        self.scale = config.score_scale(layer)
+        self.make_products(config.hidden_size, "qkv" in config.biases)
         self.out = Linear(self.heads * self.head_dim, config.hidden_size, "out" in config.biases)
         self.q_norm = make_qk_norm(config, self.heads, self.head_dim)
         self.k_norm = make_qk_norm(config, self.kv_heads, self.head_dim)
+
+    def make_products(self, hidden: int, bias: bool) -> None:
+        """Make the linear maps to queries, keys and values."""
+        self.q = Linear(hidden, self.heads * self.head_dim, bias)
+        self.k = Linear(hidden, self.kv_heads * self.head_dim, bias)
+        self.v = Linear(hidden, self.kv_heads * self.head_dim, bias)
 
     def forward(
         self, x: Tensor, rotation: tuple[Tensor, ...], mask: Tensor, past_key: Tensor, past_value: Tensor
@@ -139,24 +157,32 @@ class Attention(nn.Module):
 
         rotation: cos and sin (1, c, 1, R), perhaps a scale of the queries (1, c, 1, 1); empty: nothing turns.
         """
-        rows = x.shape[1]
-        q, k = self.q(x), self.k(x)
+        q, k, v = self.turned(x, rotation)
+        if len(rotation) == 3:
+            q = q * rotation[2]
+        new = store(k, v, self.cache.layout)
+        mixed = attend_cache(q, (past_key, past_value), new, mask, self.scale, self.softcap, self.cache)
+        return self.out(mixed), *new
+
+    def turned(self, x: Tensor, rotation: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """x (1, c, H) -> queries (1, c, N, D) and keys (1, c, K, D), normed and turned, and values (1, c, K, D)."""
+        return self.arranged(self.q(x), self.k(x), self.v(x), rotation)
+
+    def arranged(self, q: Tensor, k: Tensor, v: Tensor, rotation: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of the products (1, c, N D), (1, c, K D) and (1, c, K D)."""
+        rows = q.shape[1]
         if self.norm_kind == "rms-width":
             q, k = self._norm(q, k)
         q = q.view(1, rows, self.heads, self.head_dim)
         k = k.view(1, rows, self.kv_heads, self.head_dim)
-        v = self.v(x).view(1, rows, self.kv_heads, self.head_dim)
+        v = v.view(1, rows, self.kv_heads, self.head_dim)
         if self.norm_kind in ("rms-head", "layer-head", "layer-heads"):
             q, k = self._norm(q, k)
         if rotation:
             q, k = rotate(q, *rotation[:2]), rotate(k, *rotation[:2])
         if self.norm_kind == "rms-head-late":
             q, k = self._norm(q, k)
-        if len(rotation) == 3:
-            q = q * rotation[2]
-        new = store(k, v, self.cache.layout)
-        mixed = attend_cache(q, (past_key, past_value), new, mask, self.scale, self.softcap, self.cache)
-        return self.out(mixed), *new
+        return q, k, v
 
     def _norm(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None

@@ -1,10 +1,11 @@
-"""A tensor that lies in a checkpoint file: its shape, and its values in slices; and what is no such file.
+"""A tensor that lies in a checkpoint file, a parameter of the decoder that is made of some; and what is no such file.
 
 Knows no file format; `checkpoint.py` and `gguf_file.py` implement it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +28,33 @@ class StoredTensor(Protocol):
 
     def read(self, start: int, stop: int) -> NDArray[np.float32]:
         """Rows start .. stop - 1 along the first axis, as float32."""
+        ...
+
+
+class Parameter(Protocol):
+    """One parameter of the decoder, and where its values come from."""
+
+    @property
+    def name(self) -> str:
+        """Its name in decoder.Decoder."""
+        ...
+
+    @property
+    def origin(self) -> str:
+        """File or folder, and the names there, for messages."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in the decoder."""
+        ...
+
+    def blocks(self) -> Iterator[tuple[tuple[slice, ...], NDArray[np.float32]]]:
+        """The values, a block at a time, each with the place in an array of `shape` where it belongs."""
+        ...
+
+    def copy_to(self, target: NDArray[np.float32]) -> None:
+        """Fill target, of this shape, block by block."""
         ...
 
 

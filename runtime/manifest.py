@@ -31,6 +31,7 @@ TABLE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # storage type of an 
 DECODE_ATTENTIONS = ("joined", "apart")
 NORMS = ("plain", "rowmax", "native", "rsqrt")
 GQAS = ("fold", "repeat")
+PROJECTIONS = ("separate", "joined")
 IMAGE_ATTENTIONS = ("causal", "bidirectional")
 
 
@@ -170,6 +171,7 @@ class Manifest:
     norm: str = "plain"  # form of the RMSNorms
     gqa: str = "fold"  # form of grouped attention
     target: str | None = None  # the profile whose form was the default
+    projections: str = "separate"  # whether q, k, v are one product and gate, up are one, norms and scales folded in
     embedding: TableInfo | None = None  # where the graphs take embeddings: (V, H)
     per_layer_embedding: TableInfo | None = None  # where they take per-layer inputs
     image_attention: str = "causal"  # how the model lets tokens of one image see each other; the graphs are causal

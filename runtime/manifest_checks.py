@@ -20,6 +20,7 @@ from rollkv.runtime.manifest import (
     KV_LAYOUTS,
     MASK_MAX,
     OUTPUT_ROLES,
+    PROJECTIONS,
     SLOT_AXES,
     TABLE_BYTES,
     TOKEN_ROLES,
@@ -123,6 +124,10 @@ def _check_fields(m: Manifest, need: Need) -> None:
     need(
         m.image_attention in IMAGE_ATTENTIONS,
         f"image_attention {m.image_attention!r} is not supported; supported: {', '.join(IMAGE_ATTENTIONS)}",
+    )
+    need(
+        m.projections in PROJECTIONS,
+        f"projections {m.projections!r} is not supported; supported: {', '.join(PROJECTIONS)}",
     )
 
 

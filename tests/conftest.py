@@ -180,6 +180,7 @@ def trace_once(config: Any, options: Any, rows: Any, kv_lens: Any = None) -> Any
         options.kv_layout,
         options.ids,
         options.decode_attention,
+        options.projections,
         options.mask_value,
         tuple(options.head_of(count) for count in rows),
         options.input,

@@ -76,9 +76,10 @@ def test_a_gguf_bundle_is_that_of_the_safetensors_original(kind: str, folder: Pa
         np.testing.assert_array_equal(here.prefill(ids), there.prefill(ids))
 
 
-def test_the_ladder_holds_on_a_gguf_file(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("projections", ["separate", "joined"])
+def test_the_ladder_holds_on_a_gguf_file(projections: str, folder: Path, tmp_path: Path) -> None:
     path = as_gguf(folder, tmp_path / "tiny.gguf", "F32")
-    made = export(path, tmp_path / "bundle")
+    made = export(path, tmp_path / "bundle", projections=projections)
     report = verify_bundle(made, open_checkpoint(str(path)), lambda line: None)
     assert report.fault is None
     assert max(row.relative for row in report.rows) < 2e-5

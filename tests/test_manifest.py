@@ -10,7 +10,7 @@ from toy_model import H, V, toy_bundle
 
 from rollkv.runtime.bundle import BundleError, open_bundle
 
-OLD = ("embedding", "per_layer_embedding", "image_attention")
+OLD = ("embedding", "per_layer_embedding", "image_attention", "decode_attention", "projections")
 OLD_ROPE = ("sections", "fixed_for", "query_scale")
 
 
@@ -61,6 +61,7 @@ def test_a_manifest_of_before_these_keys_is_read_with_the_defaults(tmp_path):
     (folder / "manifest.json").write_text(json.dumps(raw), "utf-8")
     m = open_bundle(folder).manifest
     assert (m.embedding, m.per_layer_embedding, m.image_attention, m.three_part) == (None, None, "causal", False)
+    assert (m.decode_attention, m.projections) == ("joined", "separate")
     assert [layer.kv_from for layer in m.layers] == [None, None]
     assert (m.rope["full"].fixed_for, m.rope["full"].query_scale) == (None, None)
 
@@ -90,6 +91,8 @@ INPUTS = ("graphs", 0, "inputs")  # embeds, mask, sliding mask, positions, four 
     [
         (("image_attention",), "both", "image_attention 'both' is not supported; supported: causal, bidirectional"),
         (("image_attention",), None, "image_attention: must be str, got None"),
+        (("projections",), "fused", "projections 'fused' is not supported; supported: separate, joined"),
+        (("projections",), None, "projections: must be str, got None"),
         (("layers", 2, "kv_from"), 2, "layers[2]: kv_from is 2, must be an earlier layer"),
         (("layers", 2, "kv_from"), -1, "layers[2]: kv_from is -1, must be an earlier layer"),
         (("layers", 2, "kv_from"), "0", "kv_from: must be int, got '0'"),

@@ -107,6 +107,8 @@ def test_other_settings_have_the_contracts_defaults() -> None:
         ({"kv_layout": "bkds"}, "--kv-layout is 'bkds', allowed: bskd, bksd, bksd-kt"),
         ({"ids": "int16"}, "--ids is 'int16', allowed: int32, int64"),
         ({"head": "first"}, "--head is 'first', allowed: last, all, none"),
+        ({"decode_attention": "both"}, "--decode-attention is 'both', allowed: joined, apart"),
+        ({"projections": "fused"}, "--projections is 'fused', allowed: separate, joined"),
         ({"opset": 12}, "--opset is 12, allowed: 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23"),
         ({"opset": 24}, "--opset is 24, allowed: 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23"),
         ({"mask_value": 0.0}, "--mask-value is 0.0, allowed: -65504 .. -1"),

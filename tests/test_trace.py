@@ -107,6 +107,15 @@ FORMS = {
     "two-ropes": (config(ropes=(ROPE, SLIDING), layers=MIXED), options()),
     "no-positions": (config(layers=layers(None, rope=None), ropes=()), options()),
     "experts": (config(layers=(*layers(None), *layers(None, sparse=True)), experts=EXPERTS), options()),
+    "joined": (
+        config(biases=frozenset({"qkv", "mlp"}), ropes=(ROPE, SLIDING), layers=MIXED),
+        options(projections="joined"),
+    ),
+    "joined-late-norm": (config(qk_norm="rms-head-late"), options(projections="joined", kv_layout="bksd")),
+    "joined-parallel-experts": (
+        config(order="parallel", layers=(*layers(None), *layers(None, sparse=True)), experts=EXPERTS),
+        options(projections="joined", kv_layout="bksd-kt", decode_attention="joined"),
+    ),
     "three-part": (config(ropes=(replace(ROPE, sections=(1, 1, 1)),), tied_head=True), options(input="embeds")),
 }
 
