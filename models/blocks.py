@@ -90,11 +90,10 @@ class Sandwich(Layer):
         self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm, form: Projections = SEPARATE
     ) -> None:
         super().__init__(config, layer, cache, form)
-        self.attention_norm, self.attention_post_norm = (
-            make_norm(config, form.folds("attention_norm")),
-            make_norm(config),
-        )
-        self.mlp_norm, self.mlp_post_norm = make_norm(config, form.folds("mlp_norm")), make_norm(config)
+        self.attention_norm = make_norm(config, form.folds("attention_norm"))
+        self.attention_post_norm = make_norm(config)
+        self.mlp_norm = make_norm(config, form.folds("mlp_norm"))
+        self.mlp_post_norm = make_norm(config)
 
     def forward(self, x: Tensor, **tensors: Tensor) -> Outputs:
         """See the module."""

@@ -16,14 +16,18 @@ FAMILIES = (
     "hunyuan",  # one behind the rotation
     "cohere",  # one for each head, parallel, a layer norm without bias
     "phi",  # parallel, a layer norm with bias, part of a head turns
+    "phi-norm",  # the same with a layer norm of each head
     "gpt_neox",  # q, k, v stored by head
+    "gpt_neox-sequential",  # biases of the MLP alone
     "gpt2",  # stored as (in, out), positions are learned
     "stablelm-parallel",  # parallel with one norm
     "gemma2",  # sandwich, soft-caps, a scale of its own
     "gemma3",  # sandwich with norms of the heads, two rotations
     "glm4",  # sandwich, gate and up stored together, interleaved pairs
     "olmo2",  # norms behind, one over all heads
-    "starcoder2",  # no gate
+    "starcoder2",  # no gate, layer norms
+    "arcee",  # no gate, RMS norms
+    "seed_oss",  # biases of attention
     "smollm3",  # layers that do not turn
     "ministral3",  # queries grow with the position
     "granite",  # scales of the embedding, residual, attention and logits
@@ -53,7 +57,7 @@ def test_the_list_has_every_order_norm_and_bias_that_a_family_has(tmp_path: Path
             ("norm", config.norm),
             ("norm of heads", config.qk_norm),
             ("biases", config.biases),
-            ("gated", config.gated_mlp),
+            ("norm and gate", (config.norm, config.gated_mlp)),
         }
 
     ours = set().union(*map(features, FAMILIES))
