@@ -70,24 +70,32 @@ def manifest_fault(bundle: Bundle, checkpoint: Checkpoint) -> str | None:
 
 def graph_fault(bundle: Bundle) -> str | None:
     """The first finding of the audit in a graph file of the bundle."""
-    for info in bundle.manifest.graphs:
-        for finding in audit_graph(onnx.load(bundle.path / info.file, load_external_data=False), info):
+    m = bundle.manifest
+    for info in m.graphs:
+        for finding in audit_graph(onnx.load(bundle.path / info.file, load_external_data=False), info, m.norm):
             return f"{info.file}: {finding}"
     return None
 
 
 def weight_fault(bundle: Bundle, checkpoint: Checkpoint) -> str | None:
-    """The first tensor in the weight file that is missing there, or not what the checkpoint holds."""
+    """The first tensor in the weight file that is missing there, or not what the checkpoint holds.
+
+    In a float16 bundle that is what the checkpoint holds rounded to nearest, ties to even, to the last bit.
+    """
     stored = stored_weights(bundle)
     options = options_of(bundle.manifest)
+    dtype = np.dtype(options.dtype)
+    for name, array in stored.items():
+        if array.dtype != dtype:
+            return f"weights: {name} is {array.dtype.name}, must be {dtype.name}, the manifest's dtype"
     for weight in graph_weights(checkpoint, options):
         tensor = stored.pop(weight.name, None)
         if tensor is None or tensor.shape != weight.shape:
             return f"weights: {weight.name} is missing, or has another shape than the checkpoint's"
-        if not all(np.array_equal(tensor[index], block) for index, block in weight.blocks()):
+        if not all(np.array_equal(tensor[index], block.astype(dtype)) for index, block in weight.blocks()):
             return f"weights: {weight.name} differs from the checkpoint"
     for name, table in position_tables(checkpoint.config, options.max_kvcache_len).items():
-        if name not in stored or not np.array_equal(stored.pop(name), table.numpy()):
+        if name not in stored or not np.array_equal(stored.pop(name), table.numpy().astype(dtype)):
             return f"weights: {name} is missing, or not the table of the model's positions"
     for hosted in host_tables(checkpoint, options).values():
         if fault := table_fault(bundle.path / hosted.info.file, hosted):
@@ -102,7 +110,8 @@ def stored_weights(bundle: Bundle) -> dict[str, Array]:
         for tensor in onnx.load(bundle.path / info.file, load_external_data=False).graph.initializer:
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
                 where = {entry.key: entry.value for entry in tensor.external_data}
-                place = Placed(int(where["offset"]), int(where["length"]), tuple(tensor.dims))
+                dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).name
+                place = Placed(int(where["offset"]), int(where["length"]), tuple(tensor.dims), dtype)
                 weights[parameter_name(tensor.name)] = map_tensor(bundle.path / where["location"], place)
     return weights
 

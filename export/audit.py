@@ -12,17 +12,11 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from rollkv.export.targets import BASE_OPS, NORM_OPS, ROUTING_OPS
 from rollkv.models.config import FLOAT16_MAX
 from rollkv.runtime.bundle import GraphInfo, ValueInfo
 
 MAX_RANK = 4
-ALLOWED_OPS = frozenset(
-    [
-        "Add", "Concat", "Div", "Erf", "Gather", "Gemm", "MatMul", "Mul", "Neg", "ReduceMean", "Relu", "Reshape",
-        "Sigmoid", "Slice", "Softmax", "Sqrt", "Sub", "Tanh", "Transpose", "Unsqueeze",
-    ]
-)  # fmt: skip
-ROUTING_OPS = frozenset({"Cast", "Equal", "ReduceSum", "TopK"})  # of a mixture of experts, which TopK shows
 # Above this many bytes of a float16 mask operand (heads x c x C) a known HTP compiler pairs rows wrongly.
 MASK_OPERAND_LIMIT = 1 << 20
 
@@ -37,13 +31,17 @@ class AuditError(RuntimeError):
         self.findings = list(findings)
 
 
-def audit_graph(model: onnx.ModelProto, info: GraphInfo) -> list[str]:
-    """Everything in which the graph differs from the contract and from what the manifest says; empty if nothing."""
+def audit_graph(model: onnx.ModelProto, info: GraphInfo, norm: str = "plain") -> list[str]:
+    """Everything in which the graph differs from the contract and from what the manifest says; empty if nothing.
+
+    norm: the form of its norms, which allows the ops that this form has. Routing ops are allowed where TopK shows a
+    mixture of experts.
+    """
     return [
         *_versions(model, info),
         *_signature(model.graph.input, info.inputs, "input"),
         *_signature(model.graph.output, info.outputs, "output"),
-        *_nodes(model),
+        *_nodes(model, BASE_OPS | NORM_OPS[norm]),
         *_shapes(model),
         *_constants(model),
         *_leftovers(model),
@@ -73,9 +71,9 @@ def _signature(values: Sequence[onnx.ValueInfoProto], listed: Sequence[ValueInfo
         yield f"{what}s differ from the manifest: {odd[0]}"
 
 
-def _nodes(model: onnx.ModelProto) -> Iterator[str]:
+def _nodes(model: onnx.ModelProto, allowed: frozenset[str]) -> Iterator[str]:
     ops = {node.op_type for node in model.graph.node}
-    for op in sorted(ops - ALLOWED_OPS - (ROUTING_OPS if "TopK" in ops else set())):
+    for op in sorted(ops - allowed - (ROUTING_OPS if "TopK" in ops else set())):
         yield f"op {op} is not allowed"
     for node in model.graph.node:
         if node.domain:

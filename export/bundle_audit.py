@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 
 from rollkv.export.artefact import options_of
-from rollkv.export.float16 import Agreement, Float16Backend, agreement
+from rollkv.export.emulation import Agreement, Float16Backend, agreement
 from rollkv.export.prompts import proof_ids
 from rollkv.export.ranges import COARSE, Ranges, measure
 from rollkv.export.target_audit import Finding, form_findings, size_findings, target_findings

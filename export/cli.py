@@ -261,14 +261,28 @@ def _print_report(report: Any) -> None:
     from rich.table import Table
 
     table = Table(title=f"{report.bundle} against {report.source}")
-    for name in ("rung", "prompt", "max abs", "relative", "bound", "top-1", "keys, values", ""):
+    law = any(row.kl is not None for row in report.rows)  # of a float16 bundle: the bound is on KL
+    for name in (
+        "rung",
+        "prompt",
+        "max abs",
+        "relative",
+        *(["KL"] if law else []),
+        "bound",
+        "top-1",
+        "keys, values",
+        "",
+    ):
         table.add_column(name, justify="left" if name in ("rung", "") else "right")
     for row in report.rows:
-        numbers = ["", "", "", "", ""]
+        numbers = [""] * (6 if law else 5)
         if row.steps:
             ties = f" +{row.near_ties} tie" if row.near_ties else ""
-            numbers = [f"{row.max_abs:.2e}", f"{row.relative:.1e}", f"{row.bound:.0e}", f"{row.top1}/{row.steps}{ties}"]
-            numbers.append(f"{row.kv_relative:.1e}" if row.kv_relative else "")
+            share = f" {row.top1 / row.steps:.1%}" if row.kl is not None else ""
+            numbers = [f"{row.max_abs:.2e}", f"{row.relative:.1e}", f"{row.bound:.0e}"]
+            if law:
+                numbers.insert(2, "" if row.kl is None else f"{row.kl:.1e}")
+            numbers += [f"{row.top1}/{row.steps}{share}{ties}", f"{row.kv_relative:.1e}" if row.kv_relative else ""]
         table.add_row(
             row.rung, str(row.n or ""), *numbers, "skipped" if row.skipped else "ok" if row.holds else "BROKEN"
         )

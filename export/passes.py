@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from rollkv.export.float16 import halve_floats
+from rollkv.export.norms import norm_form
 from rollkv.runtime.backend import import_onnxruntime
 
 Pass = Callable[[onnx.ModelProto], tuple[onnx.ModelProto, bool]]
@@ -27,15 +29,23 @@ class PassError(RuntimeError):
     exit_code = 1
 
 
-def passes_for(opset: int, simplify: bool) -> tuple[Pass, ...]:
-    """The passes of an export, in order."""
+def passes_for(opset: int, simplify: bool, norm: str = "plain", dtype: str = "float32") -> tuple[Pass, ...]:
+    """The passes of an export, in order.
+
+    onnxsim sees the graph at the opset of the trace: from 23 on it would make norms to RMSNormalization by itself.
+    Norms are rewritten at the opset of the file, and float16 comes last, so that each of them sees float32 constants.
+    """
     simplifier: tuple[Pass, ...] = (simplify_graph,) if simplify else ()
+    form: tuple[Pass, ...] = () if norm == "plain" else (norm_form(norm),)
+    half: tuple[Pass, ...] = (halve_floats,) if dtype == "float16" else ()
     return (
         fold_constants,
         gemm_with_transposed,
         *simplifier,
         share_constants,
-        opset_lowering(opset),
+        opset_conversion(opset),
+        *form,
+        *half,
         infer_shapes,
         strip_remarks,
     )
@@ -168,10 +178,14 @@ def share_constants(model: onnx.ModelProto) -> tuple[onnx.ModelProto, bool]:
     return model, changed
 
 
-def opset_lowering(opset: int) -> Pass:
-    """A pass that brings the graph to `opset`, where each node's schema is the same or a rule below says how."""
+def opset_conversion(opset: int) -> Pass:
+    """A pass that brings the graph up or down to `opset`, node by node.
 
-    def lower_opset(model: onnx.ModelProto) -> tuple[onnx.ModelProto, bool]:
+    A node stays as it is where its schema is the same at both, or where the versions between differ in what no graph
+    here contains; a rule below rewrites it; anything else is refused.
+    """
+
+    def convert_opset(model: onnx.ModelProto) -> tuple[onnx.ModelProto, bool]:
         """Axes of ReduceMean become an attribute below 18; attributes newer than the opset go when at their default."""
         now = model.opset_import[0].version
         constants = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
@@ -187,7 +201,7 @@ def opset_lowering(opset: int) -> Pass:
         model.opset_import[0].version = opset
         return model, now != opset
 
-    return lower_opset
+    return convert_opset
 
 
 def infer_shapes(model: onnx.ModelProto) -> tuple[onnx.ModelProto, bool]:
@@ -211,20 +225,25 @@ def strip_remarks(model: onnx.ModelProto) -> tuple[onnx.ModelProto, bool]:
 
 
 def _check_schema(node: onnx.NodeProto, now: int, opset: int) -> None:
-    """Refuse a node that has no form at the lower opset, or another meaning there."""
-    old = onnx.defs.get_schema(node.op_type, opset, node.domain)
-    unknown = [a.name for a in node.attribute if a.name not in old.attributes]
-    if unknown or len(node.input) > old.max_input:
+    """Refuse a node that has no form at the opset, or another meaning there."""
+    new = onnx.defs.get_schema(node.op_type, opset, node.domain)
+    unknown = [a.name for a in node.attribute if a.name not in new.attributes]
+    if unknown or len(node.input) > new.max_input:
         raise ValueError(
             f"{node.op_type} {node.name} has no form at opset {opset} (written at {now}): {unknown or 'inputs'}"
         )
-    changed = old.since_version != onnx.defs.get_schema(node.op_type, now, node.domain).since_version
-    if changed and node.op_type not in _SAME_MEANING:
-        raise ValueError(f"{node.op_type} {node.name} changed between opset {opset} and {now}; there is no rule for it")
+    changed = new.since_version != onnx.defs.get_schema(node.op_type, now, node.domain).since_version
+    if changed and node.op_type not in SAME_MEANING:
+        raise ValueError(f"{node.op_type} {node.name} changed between opset {now} and {opset}; there is no rule for it")
 
 
-# Ops whose versions between 13 and 18 differ in types or optional attributes only; read from ONNX's Changelog.md.
-_SAME_MEANING = frozenset({"Add", "Sub", "Mul", "Div", "Reshape", "ReduceMean", "Identity"})
+# Ops whose versions from 13 to 23 differ in nothing that a graph here contains; read from ONNX's Changelog.md:
+# more element types (Add, Div, Mul, Relu, Sub at 14; Cast, Equal, Identity, Reshape, Transpose, Unsqueeze later on),
+# allowzero of Reshape (14; no shape here has a zero), saturate of Cast (19; of 8-bit floats alone), and the axes of
+# ReduceMean (18), for which `opset_conversion` has a rule.
+SAME_MEANING = frozenset(
+    ["Add", "Cast", "Div", "Equal", "Identity", "Mul", "ReduceMean", "Relu", "Reshape", "Sub", "Transpose", "Unsqueeze"]
+)
 
 
 def _drop_attributes(node: onnx.NodeProto, allowed: dict[str, int | None]) -> None:

@@ -49,7 +49,7 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
     with replacing_folder(output) as folder:
         tables = {name: table.numpy() for name, table in position_tables(config, options.max_kvcache_len).items()}
         weights, hosted = graph_weights(checkpoint, options), host_tables(checkpoint, options)
-        placed = place_weights(weights, tables)
+        placed = place_weights(weights, tables, options.dtype)
         total = sum(place.length for place in placed.values())
         total += sum(math.prod(table.info.shape) * TABLE_BYTES[table.info.dtype] for table in hosted.values())
         manifest = describe(checkpoint, options, "")
@@ -61,10 +61,10 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
             for done, (info, graph) in enumerate(zip(manifest.graphs, traced, strict=True)):
                 writing.check()
                 report(f"passes {Path(info.file).stem}", done, len(traced))
-                model = run_passes(graph, passes_for(options.opset, options.simplify))
+                model = run_passes(graph, passes_for(options.opset, options.simplify, options.norm, options.dtype))
                 model.ir_version = info.ir_version
                 write_file(folder / info.file, serialize(plain_names(bind_weights(model, placed, WEIGHTS_FILE))))
-                findings = audit_graph(onnx.load(folder / info.file, load_external_data=False), info)
+                findings = audit_graph(onnx.load(folder / info.file, load_external_data=False), info, options.norm)
                 if findings:
                     raise AuditError(info.file, findings)
             report("passes", len(traced), len(traced))
@@ -102,6 +102,7 @@ def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None 
     ]
     tables = {name: table.info for name, table in host_tables(checkpoint, options).items()}
     stored = [*(weight.shape for weight in graph_weights(checkpoint, options)), *table_shapes(config).values()]
+    unique = TABLE_BYTES[options.dtype] * sum(math.prod(shape) for shape in stored)
     return Manifest(
         format=FORMAT,
         rollkv=importlib.metadata.version("rollkv"),
@@ -135,7 +136,7 @@ def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None 
         image_attention=checkpoint.image_attention,
         graphs=graphs,
         kv_pairs=kv_pairs(config),
-        weights=WeightsInfo(file=WEIGHTS_FILE, unique_bytes=sum(4 * math.prod(shape) for shape in stored)),
+        weights=WeightsInfo(file=WEIGHTS_FILE, unique_bytes=unique),
     )
 
 

@@ -24,6 +24,8 @@ from rollkv.runtime.bundle import (
 
 DEFAULT_LENGTH, DEFAULT_CHUNK, DEFAULT_ROOM = 1024, 128, 256
 OPSETS = tuple(range(13, 24))
+ADDING_EPS = ("plain", "rsqrt")  # norms of mean(x x) + eps
+FLOAT16_SMALLEST = 2.0**-14  # normal number; a compiler may take less for zero
 # Each field of a graph's form: what it may be.
 FORMS: dict[str, tuple[Any, ...]] = {
     "kv_layout": KV_LAYOUTS,
@@ -142,6 +144,7 @@ def resolve(
     }
     usual = DEFAULT_FORM if target is None else target.form()
     form: dict[str, Any] = {name: usual[name] if value is None else value for name, value in given.items()}
+    _settle_forms(form, given)
     most = config.max_position
     if chunk_size is None and target is not None:
         chunk_size = tuple(size for size in target.chunk_sizes if size <= (max_kvcache_len or most)) or None
@@ -202,6 +205,12 @@ def resolve(
         raise ExportError("--projections is 'joined', allowed: separate; a Gemma 4 layer has a form of its own")
     if target is not None:
         _check_target(config, target, form)
+
+    if form["dtype"] == "float16" and form["norm"] in ADDING_EPS and config.norm_eps < FLOAT16_SMALLEST:
+        raise ExportError(
+            f"--norm is {form['norm']}, but with --dtype float16 its eps of {config.norm_eps:.6g} is less than the "
+            f"smallest normal float16, {FLOAT16_SMALLEST:.3g}; allowed: rowmax, or native from --opset {NATIVE_OPSET}"
+        )
     if config.experts is not None and config.experts.count == 1:
         simplify = False  # softmax over one expert is 1 whatever the router: onnxsim would take its weight away
     options = ExportOptions(
@@ -239,6 +248,26 @@ def _check_target(config: DecoderConfig, target: Target, form: Mapping[str, Any]
         )
 
 
+def _settle_forms(form: dict[str, Any], given: dict[str, Any]) -> None:
+    """Make forms fit each other where the user asked for one of two that do not; what was asked for stays.
+
+    Repeated heads are for one fused attention, and a step that takes past and new keys apart is there to copy no key:
+    together they make no sense. float16 needs a norm that neither squares large numbers nor adds eps.
+    """
+    if (form["gqa"], form["decode_attention"]) == ("repeat", "apart"):
+        if given["gqa"] is not None and given["decode_attention"] is not None:
+            raise ExportError(
+                "--decode-attention is 'apart', but --gqa repeat copies every key of a step; allowed: joined, or "
+                "--gqa fold"
+            )
+        if given["decode_attention"] is None:
+            form["decode_attention"] = "joined"
+        else:
+            form["gqa"] = "fold"
+    if form["dtype"] == "float16" and given["norm"] is None and form["norm"] in ADDING_EPS:
+        form["norm"] = "rowmax"
+
+
 def layer_infos(config: DecoderConfig, options: ExportOptions) -> list[LayerInfo]:
     """The cache of each layer: C slots, or Cs = min(C, W - 1 + c) with a window W and the largest c."""
     slots = options.max_kvcache_len
@@ -269,28 +298,28 @@ def graph_inputs(
         values = [ValueInfo(name="input_ids", shape=[1, rows], dtype=options.ids, role="ids")]
     else:
         shape = [1, rows, config.hidden_size]
-        values = [ValueInfo(name="inputs_embeds", shape=shape, dtype="float32", role="embeds")]
+        values = [ValueInfo(name="inputs_embeds", shape=shape, dtype=options.dtype, role="embeds")]
     if config.per_layer_width:
         shape = [1, rows, config.num_layers * config.per_layer_width]
-        values.append(ValueInfo(name="per_layer_inputs", shape=shape, dtype="float32", role="per_layer_inputs"))
+        values.append(ValueInfo(name="per_layer_inputs", shape=shape, dtype=options.dtype, role="per_layer_inputs"))
     for name, slots in (
         ("attention_mask", {layer.kv_len for layer in layers if layer.window is None}),
         ("sliding_attention_mask", {layer.kv_len for layer in layers if layer.window is not None}),
     ):
         for kv_len in sorted(slots):
-            values.append(ValueInfo(name=name, shape=[1, 1, rows, kv_len], dtype="float32", role=name))
+            values.append(ValueInfo(name=name, shape=[1, 1, rows, kv_len], dtype=options.dtype, role=name))
     if config.ropes or config.learned_positions:
         three = any(rope.sections for rope in config.ropes)
         shape = [3, 1, rows] if three else [1, rows]
         values.append(ValueInfo(name="position_ids", shape=shape, dtype=options.ids, role="position_ids"))
-    return values + _cache_values("past", layers, options.kv_layout, None)
+    return values + _cache_values("past", layers, options, None)
 
 
 def graph_outputs(config: DecoderConfig, options: ExportOptions, rows: int) -> list[ValueInfo]:
     """Outputs of the graph of `rows` rows, in order."""
     logits = [1, 1 if options.head_of(rows) == "last" else rows, config.vocab_size]
-    values = [ValueInfo(name="logits", shape=logits, dtype="float32", role="logits")]
-    return values + _cache_values("new", layer_infos(config, options), options.kv_layout, rows)
+    values = [ValueInfo(name="logits", shape=logits, dtype=options.dtype, role="logits")]
+    return values + _cache_values("new", layer_infos(config, options), options, rows)
 
 
 def kv_pairs(config: DecoderConfig) -> list[list[str]]:
@@ -299,8 +328,8 @@ def kv_pairs(config: DecoderConfig) -> list[list[str]]:
     return [[f"past_{part}_{i}", f"new_{part}_{i}"] for i in own for part in ("key", "value")]
 
 
-def _cache_values(prefix: str, layers: list[LayerInfo], layout: str, rows: int | None) -> list[ValueInfo]:
-    values = []
+def _cache_values(prefix: str, layers: list[LayerInfo], options: ExportOptions, rows: int | None) -> list[ValueInfo]:
+    values, layout, dtype = [], options.kv_layout, options.dtype
     for i, layer in enumerate(layers):
         if layer.kv_from is not None:
             continue
@@ -313,5 +342,5 @@ def _cache_values(prefix: str, layers: list[LayerInfo], layout: str, rows: int |
             else:
                 shape = [1, layer.kv_heads, slots, layer.head_dim]
             name = f"{prefix}_{part}_{i}"
-            values.append(ValueInfo(name=name, shape=shape, dtype="float32", role=f"{prefix}_{part}", layer=i))
+            values.append(ValueInfo(name=name, shape=shape, dtype=dtype, role=f"{prefix}_{part}", layer=i))
     return values

@@ -31,7 +31,7 @@ from rollkv.runtime.bundle import ValueInfo
 if TYPE_CHECKING:
     import onnx_ir
 
-TRACED_OPSET = 18  # the lowest that torch's exporter writes; passes.lower_opset brings it to the one asked for
+TRACED_OPSET = 18  # the lowest that torch's exporter writes; passes.opset_conversion brings it to the one asked for
 ONNX_TYPES = {
     "float32": TensorProto.FLOAT,
     "float16": TensorProto.FLOAT16,
@@ -80,11 +80,12 @@ def trace_graphs(
 ) -> list[onnx.ModelProto]:
     """A graph for each number of rows, at TRACED_OPSET, with the parameters as inputs after those of the signature.
 
-    kv_lens: the visible length of each, by default C. One pass of the exporter traces the parts of all graphs: a third
+    It is a float32 graph with plain norms, whatever the options say: other forms of both are passes. kv_lens: the
+    visible length of each, by default C. One pass of the exporter traces the parts of all graphs: a third
     of its time is setting up.
     """
     with _uncollected():
-        return _trace_graphs(config, options, rows, kv_lens)
+        return _trace_graphs(config, replace(options, dtype="float32"), rows, kv_lens)
 
 
 def _trace_graphs(
@@ -137,7 +138,8 @@ def _string(
 
 def make_decoder(config: DecoderConfig, options: ExportOptions, rows: int) -> Decoder:
     """The decoder that the graph of `rows` rows is traced from."""
-    cache = CacheForm(options.kv_layout, options.decode_attention == "apart", options.mask_value)
+    apart, repeated = options.decode_attention == "apart", options.gqa == "repeat"
+    cache = CacheForm(options.kv_layout, apart, options.mask_value, repeated)
     joined = options.projections == "joined"
     return Decoder(config, cache=cache, head=options.head_of(rows), source=options.input, joined=joined)
 

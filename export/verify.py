@@ -7,6 +7,7 @@ with each of them, on prompts that suit it, and through the runtime with all of 
 transformers' after the prompt and after each token; new keys and values layer by layer with transformers' own cache,
 so that a break is found where it begins. More rungs: every row of a graph that gives the logits of all, past C under
 `roll` against the mask oracle of the contract, and an audit of what the session feeds.
+A float16 bundle is judged by `verify_float16.py`, over the tokens of a text as well.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from rollkv.export.reference import (
     tokens_first,
 )
 from rollkv.export.trace import trace_graphs
+from rollkv.export.verify_float16 import KL, diverge, in_float32, joined, kv_bound, texts, widened
 from rollkv.models.checkpoint import Checkpoint
 from rollkv.runtime.backend import Array, Backend, OrtBackend, available_threads
 from rollkv.runtime.bundle import SLOT_AXES, Bundle, Manifest
@@ -63,6 +65,7 @@ class Row:
     steps: int = 0
     near_ties: int = 0  # steps whose argmax differs while the reference's two best lie within the bound
     kv_relative: float = 0.0  # largest difference of a layer's new keys or values over their largest
+    kl: float | None = None  # mean KL(reference || bundle) in nats, where that is judged, and `bound` is on it
     first_layer: int | None = None  # that breaks its bound
     fault: str | None = None  # what is wrong, None when all holds
     skipped: str | None = None  # why nothing was run
@@ -71,6 +74,9 @@ class Row:
     def holds(self) -> bool:
         """Whether every bound holds."""
         return self.fault is None
+
+
+Judge = Callable[[str, int, Trail, Trail], Row]
 
 
 @dataclass
@@ -90,11 +96,13 @@ class Report:
         return f"rung {row.rung}, " + (f"prompt of {row.n}: " if row.n else "") + str(row.fault)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, where a number that is not finite is null."""
+        """For JSON, where a number that is not finite is null. top1_share: of the steps; null where there are none."""
         rows = [
             {key: None if isinstance(value, float) and not np.isfinite(value) else value for key, value in row.items()}
             for row in map(dataclasses.asdict, self.rows)
         ]
+        for row in rows:
+            row["top1_share"] = row["top1"] / row["steps"] if row["steps"] else None
         return {
             "bundle": self.bundle,
             "source": self.source,
@@ -141,22 +149,29 @@ def verify_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: Callable[[st
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ReferenceMismatch(f"{checkpoint.path}: transformers cannot run this model: {said}") from error
     bound = BOUND_TINY if sum(int(np.prod(w.shape)) for w in checkpoint.weights) < TINY else BOUND
+    half = m.dtype == "float16"
+    exact: Judge = partial(compare, bound=bound)
+    by_law: Judge = compare_float16 if half else exact
+    lower = widened(bundle) if half else bundle
 
     def judge(
-        rung: str, taken: Iterable[Sequence[int]], follow: Callable[[Sequence[int], Sequence[int]], Trail]
+        rung: str,
+        taken: Iterable[Sequence[int]],
+        follow: Callable[[Sequence[int], Sequence[int]], Trail],
+        law: Judge = by_law,
     ) -> None:
         for ids in taken:
             wanted, tokens = expected[len(ids)]
-            report.rows.append(compare(rung, len(ids), wanted, follow(ids, tokens), bound))
+            report.rows.append(law(rung, len(ids), wanted, follow(ids, tokens)))
 
     progress("torch decoder")
     decoder = TorchBackend(checkpoint, options_of(m))
     for c, kv_len in lengths:
-        judge(_rung("torch", m, c, kv_len), prompts[c], LiteralHost(bundle, decoder, c, kv_len).follow)
+        judge(_rung("torch", m, c, kv_len), prompts[c], LiteralHost(lower, decoder, c, kv_len).follow, exact)
     progress("graphs as traced")
     traced = _traced_backend(bundle, checkpoint)
     for c, kv_len in lengths:
-        judge(_rung("traced", m, c, kv_len), prompts[c], LiteralHost(bundle, traced, c, kv_len).follow)
+        judge(_rung("traced", m, c, kv_len), prompts[c], LiteralHost(lower, traced, c, kv_len).follow)
     progress("graphs of the bundle")
     engine = OrtBackend(bundle)
     for c, kv_len in lengths:
@@ -166,15 +181,19 @@ def verify_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: Callable[[st
         for ids in prompts[c]:
             if len(ids) <= 2 * c + 1:  # one run and several; logits of all rows of a long prompt would fill the memory
                 wanted, got = Trail(reference.rows(ids)), Trail(host.rows(ids))
-                report.rows.append(compare(_rung("rows", m, c), len(ids), wanted, got, bound))
+                report.rows.append(by_law(_rung("rows", m, c), len(ids), wanted, got))
     progress("bundle through the runtime")
     for c in sizes:
         judge(_rung("runtime", m, c), prompts[c], partial(follow_session, _session(bundle, engine, c)))
     if len(sizes) > 1:
         judge("runtime", every.values(), partial(follow_session, _session(bundle, engine, None)))
+    if half:
+        progress("a text, token by token")
+        for c in sizes:
+            report.rows += text_rows(bundle, engine, c, reference)
     progress("past C under roll")
     for c in sizes:
-        report.rows.append(roll_row(_session(bundle, engine, c), c, reference, bound))
+        report.rows.append(roll_row(_session(bundle, engine, c), c, reference, by_law))
     progress("what the session feeds")
     for c in sizes:
         longest = m.max_lm_input_len if c == m.chunk_size else 4 * c + 1  # a recording of many runs fills the memory
@@ -197,8 +216,18 @@ def _session(bundle: Bundle, backend: Backend, c: int | None) -> Session:
     return Session(bundle, backend=backend, **several)
 
 
-def compare(rung: str, n: int, wanted: Trail, got: Trail, bound: float) -> Row:
-    """One row: logits and argmax of every step, keys and values of every layer."""
+def compare(
+    rung: str,
+    n: int,
+    wanted: Trail,
+    got: Trail,
+    bound: float,
+    bound_kv: Callable[[int], float] = lambda layer: BOUND_KV,
+) -> Row:
+    """One row: logits and argmax of every step, keys and values of every layer.
+
+    bound: on logits, over the largest. bound_kv: of a layer, on its keys and values over their largest.
+    """
     max_abs = relative = 0.0
     same = near = 0
     for a, b in zip(wanted.logits, got.logits, strict=True):
@@ -213,13 +242,15 @@ def compare(rung: str, n: int, wanted: Trail, got: Trail, bound: float) -> Row:
         pairs = ((wanted.keys, got.keys), (wanted.values, got.values))
         error = _worst(*(_relative(a[layer], b[layer]) for a, b in pairs))
         kv = _worst(kv, error)
-        if first is None and not error <= BOUND_KV:
+        if first is None and not error <= bound_kv(layer):
             first = (layer, error)
     steps = len(wanted.logits)
     fault = None
     if first is not None:
         layer, error = first
-        fault = f"new keys or values of layer {layer} are off by {error:.1e} of their largest (bound {BOUND_KV:.0e})"
+        fault = (
+            f"new keys or values of layer {layer} are off by {error:.1e} of their largest (bound {bound_kv(layer):.0e})"
+        )
     elif not relative <= bound:
         fault = f"logits are off by {max_abs:.3g}, {relative:.1e} of the largest (bound {bound:.0e})"
     elif same + near < steps:
@@ -237,6 +268,26 @@ def compare(rung: str, n: int, wanted: Trail, got: Trail, bound: float) -> Row:
         first_layer=first[0] if first else None,
         fault=fault,
     )
+
+
+def compare_float16(rung: str, n: int, wanted: Trail, got: Trail) -> Row:
+    """One row of a float16 bundle, by the law of `verify_float16.py`; keys and values by its bound."""
+    divergence = diverge(wanted.logits, got.logits)
+    row = compare(rung, n, wanted, got, float("inf"), kv_bound)
+    fault = divergence.fault if row.first_layer is None else row.fault
+    return dataclasses.replace(row, bound=KL, near_ties=divergence.near_ties, kl=divergence.kl, fault=fault)
+
+
+def text_rows(bundle: Bundle, engine: Backend, c: int, reference: Reference) -> list[Row]:
+    """The graphs under the literal host, and the session, over every token of a text in a float16 bundle."""
+    m = bundle.manifest
+    taken = texts(bundle, c)
+    wanted = joined([Trail(reference.rows([*ids, *rest])[len(ids) - 1 :]) for ids, rest in taken])
+    graph, session = LiteralHost(bundle, engine, c).follow, partial(follow_session, _session(bundle, engine, c))
+    return [
+        compare_float16(_rung(f"{name} text", m, c), len(taken[0][0]), wanted, joined([way(*pair) for pair in taken]))
+        for name, way in (("graph", graph), ("runtime", session))
+    ]
 
 
 def _relative(wanted: Array, got: Array) -> float:
@@ -269,7 +320,7 @@ def follow_session(session: Session, ids: Sequence[int], tokens: Sequence[int]) 
     return trail
 
 
-def roll_row(session: Session, c: int, reference: Reference, bound: float) -> Row:
+def roll_row(session: Session, c: int, reference: Reference, law: Judge) -> Row:
     """A prompt longer than C, then decode, under `roll`: the mask oracle in one full pass of the reference.
 
     session: one whose prefill runs have c rows.
@@ -287,7 +338,7 @@ def roll_row(session: Session, c: int, reference: Reference, bound: float) -> Ro
     session.reset()
     got = [session.prefill(ids[:n], on_limit="roll")]
     got += [session.decode(token, on_limit="roll") for token in ids[n:]]
-    return compare(rung, n, Trail(wanted), Trail(got), bound)
+    return law(rung, n, Trail(wanted), Trail(got))
 
 
 def feed_rows(rung: str, bundle: Bundle, engine: Backend, c: int | None, prompts: Iterable[Sequence[int]]) -> list[Row]:
@@ -307,4 +358,4 @@ def _traced_backend(bundle: Bundle, checkpoint: Checkpoint) -> WeightlessBackend
     for info, graph in zip(infos, graphs, strict=True):
         graph.ir_version = info.ir_version
     files = dict(zip((info.file for info in infos), graphs, strict=True))
-    return WeightlessBackend(files, stored_weights(bundle), available_threads())
+    return WeightlessBackend(files, in_float32(stored_weights(bundle)), available_threads())

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -37,6 +38,7 @@ class Placed:
     offset: int
     length: int
     shape: tuple[int, ...]
+    dtype: str = "float32"
 
 
 def check_output(final: Path) -> None:
@@ -82,13 +84,15 @@ def replacing_folder(final: Path) -> Iterator[Path]:
     _remove(work)
 
 
-def place_weights(weights: Sequence[Parameter], tables: Mapping[str, NDArray[np.float32]]) -> dict[str, Placed]:
-    """Offsets in the weight file, each tensor once."""
+def place_weights(
+    weights: Sequence[Parameter], tables: Mapping[str, NDArray[np.float32]], dtype: str = "float32"
+) -> dict[str, Placed]:
+    """Offsets in the weight file, each tensor once, as float32 or float16."""
     placed: dict[str, Placed] = {}
     offset = 0
     for name, shape in [*((w.name, w.shape) for w in weights), *((n, t.shape) for n, t in tables.items())]:
-        length = 4 * int(np.prod(shape, dtype=np.int64))
-        placed[name] = Placed(offset, length, tuple(shape))
+        length = np.dtype(dtype).itemsize * int(np.prod(shape, dtype=np.int64))
+        placed[name] = Placed(offset, length, tuple(shape), dtype)
         offset += -(-length // ALIGNMENT) * ALIGNMENT
     return placed
 
@@ -100,7 +104,7 @@ def write_weights(
     placed: Mapping[str, Placed],
     progress: Callable[[int], None],
 ) -> None:
-    """Stream every tensor to its place. progress: is told of the bytes done.
+    """Stream every tensor to its place, in float16 rounded to nearest, ties to even. progress: is told of the bytes.
 
     Raises CheckpointError when a value is not finite or above 65504; OSError when the disk is full (the space is
     reserved first, so that a full disk is an error and not a fault on a mapped page).
@@ -110,8 +114,13 @@ def write_weights(
         os.posix_fallocate(file.fileno(), 0, size)
     for weight in weights:
         target = map_tensor(path, placed[weight.name], "r+")
-        weight.copy_to(target)
-        _check_range(weight.origin, target)
+        if target.dtype == np.float32:
+            weight.copy_to(target)
+            _check_range(weight.origin, target)
+        else:  # what is too large would be inf, or be rounded down
+            for where, block in weight.blocks():
+                _check_range(weight.origin, block)
+                target[where] = block
         progress(placed[weight.name].length)
     for name, table in tables.items():
         target = map_tensor(path, placed[name], "r+")
@@ -120,9 +129,9 @@ def write_weights(
     _sync(path)
 
 
-def map_tensor(path: Path, place: Placed, mode: str = "r") -> NDArray[np.float32]:
+def map_tensor(path: Path, place: Placed, mode: str = "r") -> NDArray[Any]:
     """A tensor of the weight file as an array over the mapped file."""
-    return np.memmap(path, np.float32, mode, place.offset, place.shape)  # type: ignore[call-overload,no-any-return]
+    return np.memmap(path, place.dtype, mode, place.offset, place.shape)  # type: ignore[call-overload,no-any-return]
 
 
 def bind_weights(model: onnx.ModelProto, placed: Mapping[str, Placed], file: str) -> onnx.ModelProto:
@@ -134,7 +143,8 @@ def bind_weights(model: onnx.ModelProto, placed: Mapping[str, Placed], file: str
     for name, place in placed.items():
         if name not in read:
             continue
-        tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=place.shape)
+        kind = TensorProto.FLOAT if place.dtype == "float32" else TensorProto.FLOAT16
+        tensor = TensorProto(name=name, data_type=kind, dims=place.shape)
         tensor.data_location = TensorProto.EXTERNAL
         for key, text in (("location", file), ("offset", str(place.offset)), ("length", str(place.length))):
             tensor.external_data.add(key=key, value=text)

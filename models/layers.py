@@ -28,12 +28,14 @@ class CacheForm:
     """How attention takes its cache; every form gives the same numbers.
 
     layout: the kv_layout. apart: a run of one row takes past and new keys apart, and copies neither; hidden: what a
-    mask adds to hide a slot, which such a run needs for the one that it drops.
+    mask adds to hide a slot, which such a run needs for the one that it drops. repeated: keys and values are repeated
+    for every query head of their group, instead of query heads folded into rows.
     """
 
     layout: str = "bskd"
     apart: bool = False
     hidden: float = -32768.0
+    repeated: bool = False
 
 
 class Linear(nn.Module):
@@ -128,11 +130,7 @@ def make_qk_norm(config: DecoderConfig, heads: int, head_dim: int) -> nn.Module 
 
 
 class Attention(nn.Module):
-    """Attention of c rows over the last C of past and new keys.
-
-    Query heads that share a key/value head are folded into its rows, so no key is repeated. The mask alone decides
-    what a row sees.
-    """
+    """Attention of c rows over the last C of past and new keys; the mask alone decides what a row sees."""
 
     def __init__(self, config: DecoderConfig, layer: LayerConfig, cache: CacheForm) -> None:
         super().__init__()
@@ -211,7 +209,7 @@ def attend_cache(
     if cache.apart and q.shape[1] == 1 and mask.shape[3] > 1 and not wide:
         return attend_apart(q, past, new, mask, scale, softcap, cache)
     keys, values = belts(past[0], new[0], past[1], new[1], cache.layout)
-    return attend(q, keys, values, mask, scale, softcap)
+    return (attend_repeated if cache.repeated else attend)(q, keys, values, mask, scale, softcap)
 
 
 def attend_apart(
@@ -279,7 +277,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, 
     """q (1, c, N, D), keys (1, K, D, C), values (1, K, C, D), mask (1, 1, c, C) -> (1, c, N D).
 
     softmax(cap tanh(q k scale / cap) + mask) v; without a softcap softmax(q k scale + mask) v (Vaswani et al. 2017,
-    arXiv:1706.03762, eq. 1; softcap: Gemma 2, arXiv:2408.00118, section 2).
+    arXiv:1706.03762, eq. 1; softcap: Gemma 2, arXiv:2408.00118, section 2). Query heads that share a key/value head are
+    folded into its rows, so no key is repeated.
     """
     _, rows, heads, head_dim = q.shape
     kv_heads, slots = keys.shape[1], keys.shape[3]
@@ -291,6 +290,29 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, 
     weights = torch.softmax(scores, -1).view(1, kv_heads, group * rows, slots)
     mixed = (weights @ values).view(kv_heads, group, rows, head_dim)
     return mixed.permute(2, 0, 1, 3).reshape(1, rows, heads * head_dim)
+
+
+def attend_repeated(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """What `attend` gives, with keys and values repeated to all N heads: one product of four axes on either side.
+
+    The form softmax(q @ kT * scale + mask) @ v, with Slice and Concat before it, that a compiler fuses to one op.
+    """
+    _, rows, heads, head_dim = q.shape
+    keys, values = _repeat(keys, heads), _repeat(values, heads)  # (1, N, D, C), (1, N, C, D)
+    scores = q.permute(0, 2, 1, 3) @ keys  # (1, N, c, C)
+    weights = torch.softmax(_scaled(scores, scale, softcap) + mask, -1)
+    return (weights @ values).permute(0, 2, 1, 3).reshape(1, rows, heads * head_dim)
+
+
+def _repeat(x: Tensor, heads: int) -> Tensor:
+    """(1, K, ...) -> (1, N, ...): head k of K stands N / K times, one after the other."""
+    kv_heads = x.shape[1]
+    if kv_heads == heads:
+        return x
+    parts = [x] if kv_heads == 1 else [x.narrow(1, k, 1) for k in range(kv_heads)]
+    return torch.cat([part for part in parts for _ in range(heads // kv_heads)], 1)
 
 
 def _belt(past: Tensor, new: Tensor, axis: int) -> Tensor:

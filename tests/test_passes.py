@@ -109,7 +109,7 @@ def test_equal_constants_are_kept_once_and_dead_nodes_go() -> None:
 
 def test_lowering_turns_the_axes_of_a_mean_into_an_attribute() -> None:
     model = small([helper.make_node("ReduceMean", ["x", "axes"], ["y"], keepdims=1)], {"axes": np.array([-1])})
-    model, changed = passes.opset_lowering(17)(model)
+    model, changed = passes.opset_conversion(17)(model)
     assert changed
     node = model.graph.node[0]
     assert list(node.input) == ["x"]
@@ -126,8 +126,8 @@ def test_lowering_turns_the_axes_of_a_mean_into_an_attribute() -> None:
 )
 def test_lowering_refuses_what_it_has_no_rule_for(node: onnx.NodeProto, opset: int, says: str) -> None:
     model = small([node], {"axes": np.array([-1])})
-    with pytest.raises(passes.PassError, match=f"pass lower_opset failed.*{says}"):
-        passes.run_passes(model, (passes.opset_lowering(opset),))
+    with pytest.raises(passes.PassError, match=f"pass convert_opset failed.*{says}"):
+        passes.run_passes(model, (passes.opset_conversion(opset),))
 
 
 def test_a_failing_pass_is_named_with_those_before_it() -> None:

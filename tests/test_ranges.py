@@ -13,7 +13,7 @@ from conftest import export, make_checkpoint
 from onnx import TensorProto, helper
 
 from rollkv.export.bundle_audit import audit_bundle
-from rollkv.export.float16 import Float16Backend, agreement, cosine, divergence, rounded
+from rollkv.export.emulation import Float16Backend, agreement, cosine, divergence, rounded
 from rollkv.export.ranges import measure
 from rollkv.export.targets import TARGETS
 from rollkv.runtime.backend import OrtBackend
