@@ -138,7 +138,7 @@ def _string(
 def make_decoder(config: DecoderConfig, options: ExportOptions, rows: int) -> Decoder:
     """The decoder that the graph of `rows` rows is traced from."""
     cache = CacheForm(options.kv_layout, options.decode_attention == "apart", options.mask_value)
-    return Decoder(config, cache=cache, head=options.head_of(rows), source=options.input)
+    return Decoder(config, cache=cache, head=options.head_of(rows), source=options.input, rope=options.rope)
 
 
 class _Stitcher:
