@@ -107,8 +107,8 @@ def test_a_scale_of_queries_is_a_third_input(source: Source) -> None:
 def test_names_of_ropes_are_made_safe_for_onnx(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     from rollkv.models import config as module
 
-    monkeypatch.setattr(module, "ROPE_NAMES", ("full", "far away/é.1"))
     config = open_checkpoint(str(source("gemma3"))).config
+    monkeypatch.setattr(module, "ROPE_NAMES", ("full", "far away/é.1"))
     odd = replace(config, ropes=(config.ropes[0], replace(config.ropes[0], name="far away/é.1")))
     assert odd.fed_rotations["far away/é.1"] == {"cos": "rope_cos_far_away___1", "sin": "rope_sin_far_away___1"}
 
@@ -242,7 +242,7 @@ def test_bench_and_info_know_a_head_on_the_host(
     made = bundle("llama", **BOTH)
     code, out, err = run("bench", made.path, "--prompts", "9", "--steps", "3", "--rounds", "1", "--json")
     assert (code, err) == (0, "")
-    assert json.loads(out)["prompts"][0]["tokens"] == 9
+    assert json.loads(out)["prompts"][0]["n"] == 9
     code, out, _ = run("info", made.path)
     assert code == 0
     assert "head       head.bin: 307 x 36, float32, 43.2 KiB" in out
@@ -250,9 +250,31 @@ def test_bench_and_info_know_a_head_on_the_host(
     assert "prefill.onnx: prefill, 8 rows, 48 slots, hidden state of last, opset 17" in out
 
 
-def test_speculation_is_refused(bundle: Callable[..., Bundle]) -> None:
-    from rollkv.runtime.speculation import PromptLookup
+def test_the_command_answers_as_with_the_plain_bundle(
+    text_source: Path, text_bundle: Bundle, tmp_path: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    lengths = {"max_lm_input_len": 120, "max_kvcache_len": 160}
+    made = export(text_source, tmp_path / "bundle", **lengths, **BOTH, input="embeds")
+    flags = ("--prompt", "one two three", "--max-new-tokens", "12", "--json", "--logprobs", "2")
+    answers = [json.loads(run("run", each.path, *flags)[1]) for each in (text_bundle, made)]
+    plain, ours = ([noted["id"] for noted in answer["logprobs"]] for answer in answers)
+    assert plain == ours
+    assert len(ours) > 1
+    assert answers[0]["text"] == answers[1]["text"]
+    chatting = ("--chat", "--prompt", "hello", "--max-new-tokens", "6")
+    assert run("run", text_bundle.path, *chatting)[:2] == run("run", made.path, *chatting)[:2]
 
+
+def test_speculation_is_refused_and_drafting_for_another_is_not(bundle: Callable[..., Bundle]) -> None:
+    from rollkv.runtime.speculation import DraftModel, PromptLookup
+
+    ids, target = list(range(3, 12)), Session(bundle("llama", speculate=4))
+    answer = target.generate(
+        ids, max_new_tokens=9, ignore_eos=True, speculate=DraftModel(Session(bundle("llama", **BOTH)))
+    )
+    assert list(answer) == list(Session(bundle("llama")).generate(ids, max_new_tokens=9, ignore_eos=True))
+    assert answer.speculation is not None
+    assert answer.speculation.accepted == answer.speculation.drafted > 0
     with pytest.raises(PromptError, match="has no graph that gives the logits of every row"):
         Session(bundle("llama", **BOTH)).generate([1, 2], speculate=PromptLookup())
 
@@ -308,7 +330,9 @@ def test_a_host_whose_positions_are_off_by_one_is_found_by_the_audit_of_the_feed
     right = feeds.run_positions
     monkeypatch.setattr(feeds, "run_positions", lambda past, pads, rows: right(past + 1, pads, rows))
     report = climb(bundle("llama", **BOTH), checkpoint("llama"))
-    assert {row.rung for row in report.rows if not row.holds} == {"feeds"}  # all are: the distances are right
+    # distances are right, so logits are; but not the keys
+    assert {row.rung for row in report.rows if not row.holds} == {"runtime", "feeds"}
+    assert any(row.rung == "feeds" and "rope_cos is off by" in str(row.fault) for row in report.rows)
 
 
 def test_a_session_that_multiplies_by_another_head_is_found_on_its_rung(
