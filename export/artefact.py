@@ -17,7 +17,7 @@ from rollkv.export.audit import audit_graph
 from rollkv.export.names import parameter_name
 from rollkv.export.pipeline import describe
 from rollkv.export.signature import ExportOptions
-from rollkv.export.tables import graph_weights, host_tables, table_fault
+from rollkv.export.tables import graph_weights, host_tables, table_fault, table_files
 from rollkv.export.write import Placed, map_tensor
 from rollkv.models.checkpoint import Checkpoint
 from rollkv.models.decoder import position_tables
@@ -94,10 +94,11 @@ def weight_fault(bundle: Bundle, checkpoint: Checkpoint) -> str | None:
             return f"weights: {weight.name} is missing, or has another shape than the checkpoint's"
         if not all(np.array_equal(tensor[index], block.astype(dtype)) for index, block in weight.blocks()):
             return f"weights: {weight.name} differs from the checkpoint"
-    for name, table in position_tables(checkpoint.config, options.max_kvcache_len).items():
+    fed = options.rope == "feed"
+    for name, table in ({} if fed else position_tables(checkpoint.config, options.max_kvcache_len)).items():
         if name not in stored or not np.array_equal(stored.pop(name), table.numpy().astype(dtype)):
             return f"weights: {name} is missing, or not the table of the model's positions"
-    for hosted in host_tables(checkpoint, options).values():
+    for hosted in table_files(host_tables(checkpoint, options)).values():
         if fault := table_fault(bundle.path / hosted.info.file, hosted):
             return fault
     return f"weights: {next(iter(stored))} belongs to no part of the decoder" if stored else None

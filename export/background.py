@@ -73,7 +73,7 @@ class WeightsWriter:
         hosted: Mapping[str, Table],
         total: int,
     ) -> None:
-        """See `write_weights` and `write_table`. total: bytes to write."""
+        """See `write_weights` and `write_table`. hosted: by file. total: bytes to write."""
         self._total, self._written = total, 0
         self._stop = threading.Event()
 

@@ -1,4 +1,4 @@
-"""What a session feeds, slot by slot, against section 2 of docs/contract.md; and that hidden slots change no bit.
+"""What a session feeds, number by number, against section 2 of docs/contract.md; and that hidden slots change no bit.
 
 Shares no function with the session. c rows of a run, P tokens that went through before it.
 """
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rollkv.export.host_forms import rotation_fault
 from rollkv.export.prompts import SEED
 from rollkv.runtime.backend import Array, Backend
 from rollkv.runtime.bundle import SLOT_AXES, GraphInfo, Manifest
@@ -59,6 +60,11 @@ def _check_feeds(m: Manifest, graph: GraphInfo, feeds: Mapping[str, Array], past
         fed = feeds[value.name]
         if value.role == "position_ids" and not np.array_equal(fed, np.broadcast_to(positions, fed.shape)):
             return f"run at P = {past}: positions {fed[0][:8]}... are not {positions[:8]}..."
+        if value.rope is not None:
+            # of text: three-part positions are alike
+            three = np.broadcast_to(positions, (3, c)) if m.three_part else positions
+            if fault := rotation_fault(value, m.rope[value.rope], three, fed):
+                return f"run at P = {past}: {fault}"
         if value.role in ("embeds", "per_layer_inputs") and np.any(fed[0, :pads]):
             return f"run at P = {past}: {value.name} of the pads are not zero"
         if not value.role.endswith("attention_mask"):
@@ -100,5 +106,7 @@ def _check_hidden(
         noise = draw.standard_normal(view[hidden].shape)
         view[hidden] = np.sign(noise) * 1e4 if value.role == "past_value" else noise * (np.abs(view).max() or 1.0)
         changed[value.name] = array
-    same = np.array_equal(outputs["logits"][0, -1], engine.run(graph, changed)["logits"][0, -1])
-    return None if same else "the logits change with what lies in hidden slots"
+    end = next(value for value in graph.outputs if value.role in ("logits", "hidden_states"))
+    same = np.array_equal(outputs[end.name][0, -1], engine.run(graph, changed)[end.name][0, -1])
+    what = end.name.replace("_", " ")
+    return None if same else f"the {what} change with what lies in hidden slots"

@@ -16,7 +16,7 @@ from rollkv.export.background import Background, WeightsWriter
 from rollkv.export.names import plain_names
 from rollkv.export.passes import passes_for, run_passes
 from rollkv.export.signature import ExportOptions, graph_inputs, graph_outputs, kv_pairs, layer_infos
-from rollkv.export.tables import graph_weights, host_tables
+from rollkv.export.tables import graph_weights, host_tables, table_bytes, table_files
 from rollkv.export.trace import trace_graphs
 from rollkv.export.write import (
     WEIGHTS_FILE,
@@ -47,14 +47,15 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
     hashing = Background(checkpoint.sha256)
     hashing.start()
     with replacing_folder(output) as folder:
-        tables = {name: table.numpy() for name, table in position_tables(config, options.max_kvcache_len).items()}
+        looked_up = {} if options.rope == "feed" else position_tables(config, options.max_kvcache_len)
+        tables = {name: table.numpy() for name, table in looked_up.items()}
         weights, hosted = graph_weights(checkpoint, options), host_tables(checkpoint, options)
         placed = place_weights(weights, tables, options.dtype)
         total = sum(place.length for place in placed.values())
-        total += sum(math.prod(table.info.shape) * TABLE_BYTES[table.info.dtype] for table in hosted.values())
+        total += table_bytes(hosted)
         manifest = describe(checkpoint, options, "")
         report("trace", 0, 1)
-        with WeightsWriter(folder, weights, tables, placed, hosted, total) as writing:
+        with WeightsWriter(folder, weights, tables, placed, table_files(hosted), total) as writing:
             writing.start()
             sizes = [info.rows for info in manifest.graphs], [info.kv_len for info in manifest.graphs]
             traced = trace_graphs(config, options, *sizes)
@@ -101,8 +102,10 @@ def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None 
         if rows <= kv_len
     ]
     tables = {name: table.info for name, table in host_tables(checkpoint, options).items()}
-    stored = [*(weight.shape for weight in graph_weights(checkpoint, options)), *table_shapes(config).values()]
+    looked_up = {} if options.rope == "feed" else table_shapes(config)
+    stored = [*(weight.shape for weight in graph_weights(checkpoint, options)), *looked_up.values()]
     unique = TABLE_BYTES[options.dtype] * sum(math.prod(shape) for shape in stored)
+    on_host = options.head == "none"
     return Manifest(
         format=FORMAT,
         rollkv=importlib.metadata.version("rollkv"),
@@ -130,9 +133,13 @@ def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None 
         bos_token_id=None if (config.bos_token_id or 0) >= config.vocab_size else config.bos_token_id,
         eos_token_ids=list(config.eos_token_ids),
         layers=layer_infos(config, options),
-        rope={rope.name: _rope_info(rope, options.max_kvcache_len) for rope in config.ropes},
+        rope={rope.name: rope_info(rope, options.max_kvcache_len) for rope in config.ropes},
         embedding=tables.get("embedding"),
         per_layer_embedding=tables.get("per_layer_embedding"),
+        head_table=tables.get("head_table"),
+        head_bias=tables.get("head_bias"),
+        logit_scale=config.logit_scale if on_host else 1.0,
+        logit_softcap=config.logit_softcap if on_host else None,
         image_attention=checkpoint.image_attention,
         graphs=graphs,
         kv_pairs=kv_pairs(config),
@@ -145,7 +152,8 @@ def ir_version(opset: int) -> int:
     return max(9, find_min_ir_version_for([make_opsetid("", opset)]))
 
 
-def _rope_info(rope: RopeConfig, slots: int) -> RopeInfo:
+def rope_info(rope: RopeConfig, slots: int) -> RopeInfo:
+    """What the manifest says of a rotary embedding. slots: C."""
     return RopeInfo(
         inv_freq=inverse_frequencies(rope, slots).tolist(),
         rotary_dim=rope.rotary_dim,

@@ -22,6 +22,7 @@ import onnx
 import torch
 from numpy.typing import NDArray
 
+from rollkv.export.host_forms import fed_rotation, head_product
 from rollkv.export.signature import ExportOptions
 from rollkv.export.trace import make_decoder
 from rollkv.models.checkpoint import Checkpoint, load_decoder
@@ -273,7 +274,8 @@ class LiteralHost:
 
         kv_len: the visible length C' of the graphs that serve while P + c <= C', where there are such.
         """
-        m = self._m = bundle.manifest
+        self._bundle, m = bundle, bundle.manifest
+        self._m = m
         self._backend = backend
         tables = {"embeds": m.embedding, "per_layer_inputs": m.per_layer_embedding}
         self._tables = {
@@ -350,6 +352,9 @@ class LiteralHost:
                 feeds[value.name] = table[None].astype(value.dtype)
             elif value.role == "position_ids":
                 feeds[value.name] = np.broadcast_to(positions[rows], value.shape).astype(value.dtype, order="C")
+            elif value.rope is not None:
+                three = np.broadcast_to(positions[rows], (3, graph.rows)) if m.three_part else positions[rows]
+                feeds[value.name] = fed_rotation(value, m.rope[value.rope], three)[None].astype(value.dtype)
             elif value.role.endswith("attention_mask"):
                 window = None
                 if value.role == "sliding_attention_mask":
@@ -358,7 +363,9 @@ class LiteralHost:
                 mask = chunk_mask(full, start, graph.rows, value.shape[-1], m.mask_value)
                 feeds[value.name] = mask[None, None].astype(value.dtype)
         outputs = self._backend.run(graph, feeds)
-        logits = np.array(outputs["logits"][0])
+        end = next(value for value in graph.outputs if value.role in ("logits", "hidden_states"))
+        last = np.array(outputs[end.name][0])
+        logits = head_product(self._bundle, last) if end.role == "hidden_states" else last
         token_rows = real[rows] == 1
         for name, new in m.kv_pairs:
             past[name] = roll(past[name], outputs[new], axes[name])  # with the pads, which the contract allows

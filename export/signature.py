@@ -93,7 +93,7 @@ class ExportOptions:
         return self.prefill_rows[-1]
 
     def head_of(self, rows: int) -> str:
-        """Of which rows the graph of `rows` rows has logits: "last" or "all"."""
+        """Of which rows the graph of `rows` rows has logits: "last" or "all"; "none": it has hidden states."""
         return "all" if rows == self.speculate else self.head
 
 
@@ -211,6 +211,10 @@ def resolve(
             f"--norm is {form['norm']}, but with --dtype float16 its eps of {config.norm_eps:.6g} is less than the "
             f"smallest normal float16, {FLOAT16_SMALLEST:.3g}; allowed: rowmax, or native from --opset {NATIVE_OPSET}"
         )
+    if form["head"] == "none" and speculate is not None:
+        raise ExportError(
+            f"--speculate is {speculate}, but --head none gives the hidden state of the last row alone; allowed: either"
+        )
     if config.experts is not None and config.experts.count == 1:
         simplify = False  # softmax over one expert is 1 whatever the router: onnxsim would take its weight away
     options = ExportOptions(
@@ -308,7 +312,14 @@ def graph_inputs(
     ):
         for kv_len in sorted(slots):
             values.append(ValueInfo(name=name, shape=[1, 1, rows, kv_len], dtype=options.dtype, role=name))
-    if config.ropes or config.learned_positions:
+    if options.rope == "feed":
+        for rope in config.ropes:
+            for part, name in config.fed_rotations[rope.name].items():
+                shape = [1, rows, 1 if part == "query_scale" else rope.rotary_dim]
+                values.append(
+                    ValueInfo(name=name, shape=shape, dtype=options.dtype, role=f"rope_{part}", rope=rope.name)
+                )
+    if (config.ropes and options.rope == "graph") or config.learned_positions:
         three = any(rope.sections for rope in config.ropes)
         shape = [3, 1, rows] if three else [1, rows]
         values.append(ValueInfo(name="position_ids", shape=shape, dtype=options.ids, role="position_ids"))
@@ -317,8 +328,10 @@ def graph_inputs(
 
 def graph_outputs(config: DecoderConfig, options: ExportOptions, rows: int) -> list[ValueInfo]:
     """Outputs of the graph of `rows` rows, in order."""
-    logits = [1, 1 if options.head_of(rows) == "last" else rows, config.vocab_size]
-    values = [ValueInfo(name="logits", shape=logits, dtype=options.dtype, role="logits")]
+    role = "hidden_states" if options.head == "none" else "logits"
+    width = config.hidden_size if options.head == "none" else config.vocab_size
+    shape = [1, rows if options.head_of(rows) == "all" else 1, width]
+    values = [ValueInfo(name=role, shape=shape, dtype=options.dtype, role=role)]
     return values + _cache_values("new", layer_infos(config, options), options, rows)
 
 

@@ -1,13 +1,14 @@
-"""Embedding tables that stay on the host: written in the storage type of the checkpoint, row after row.
+"""Tables that stay on the host, of embeddings and of the head: in the storage type of the checkpoint, row after row.
 
-Knows no graph. `runtime/embedding.py` reads them.
+Knows no graph. `runtime/embedding.py` and `runtime/head.py` read them.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,9 @@ from rollkv.models.config import CheckpointError
 from rollkv.models.joined import joined_weights
 from rollkv.models.names import PER_LAYER_TABLE
 from rollkv.models.tensors import Parameter, storage_type
-from rollkv.runtime.bundle import TableInfo
+from rollkv.runtime.bundle import TABLE_BYTES, TableInfo
 
-EMBEDDING = "embedding.weight"  # by its name in the decoder
+EMBEDDING, HEAD, HEAD_BIAS = "embedding.weight", "head.weight", "head.bias"  # by their names in the decoder
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Table:
 def host_tables(checkpoint: Checkpoint, options: ExportOptions) -> dict[str, Table]:
     """The tables of a bundle, by their field in the manifest.
 
-    The embedding when the graphs take its rows; that of per-layer embeddings whenever the model has them.
+    The embedding when the graphs take its rows; that of per-layer embeddings whenever the model has them; the head's
+    when the graphs give hidden states. A tied head shares the file of the embedding where there is one.
     """
     config, tables = checkpoint.config, {}
     for weight in checkpoint.weights:
@@ -44,16 +46,38 @@ def host_tables(checkpoint: Checkpoint, options: ExportOptions) -> dict[str, Tab
         if weight.name == PER_LAYER_TABLE:
             assert config.gemma4 is not None
             tables["per_layer_embedding"] = _table(weight, "per_layer_embedding.bin", config.gemma4.per_layer_scale)
+        if weight.name == (EMBEDDING if config.tied_head else HEAD) and options.head == "none":
+            rows = replace(weight, transposed=False)  # (V, H), as the checkpoint has them
+            file = "embedding.bin" if config.tied_head and options.input == "embeds" else "head.bin"
+            tables["head_table"] = _table(rows, file, 1.0)
+        if weight.name == HEAD_BIAS and options.head == "none":
+            info = TableInfo(
+                file="head_bias.bin", shape=[1, *weight.shape], dtype=storage_type(weight.stored), scale=1.0
+            )
+            tables["head_bias"] = Table(weight, info)
     return tables
+
+
+def table_files(tables: Mapping[str, Table]) -> dict[str, Table]:
+    """The files that hold `host_tables`, each once, by their names."""
+    return {table.info.file: table for table in tables.values()}
+
+
+def table_bytes(tables: Mapping[str, Table]) -> int:
+    """Bytes of these files."""
+    infos = [table.info for table in table_files(tables).values()]
+    return sum(math.prod(info.shape) * TABLE_BYTES[info.dtype] for info in infos)
 
 
 def graph_weights(checkpoint: Checkpoint, options: ExportOptions) -> list[Parameter]:
     """The weights that the graphs read, in the form that they have there.
 
-    A table that the host looks up stays outside, unless a tied head shares it.
+    What the host has stays outside, unless the graphs need it as well.
     """
     outside = {PER_LAYER_TABLE}
-    if options.input == "embeds" and not checkpoint.config.tied_head:
+    if options.head == "none":
+        outside |= {HEAD, HEAD_BIAS}
+    if options.input == "embeds" and (options.head == "none" or not checkpoint.config.tied_head):
         outside.add(EMBEDDING)
     weights: Sequence[Parameter] = checkpoint.weights
     if options.projections == "joined":

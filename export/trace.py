@@ -141,7 +141,8 @@ def make_decoder(config: DecoderConfig, options: ExportOptions, rows: int) -> De
     apart, repeated = options.decode_attention == "apart", options.gqa == "repeat"
     cache = CacheForm(options.kv_layout, apart, options.mask_value, repeated)
     joined = options.projections == "joined"
-    return Decoder(config, cache=cache, head=options.head_of(rows), source=options.input, joined=joined)
+    head = options.head_of(rows)
+    return Decoder(config, cache=cache, head=head, source=options.input, rope=options.rope, joined=joined)
 
 
 class _Stitcher:

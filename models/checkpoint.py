@@ -154,7 +154,8 @@ def load_decoder(decoder: Decoder, checkpoint: Checkpoint, slots: int) -> None:
             if weight.name == PER_LAYER_TABLE:
                 continue  # the host looks its rows up
             weight.copy_to(parameters.pop(weight.name).numpy())
-        for name, table in position_tables(config, slots).items():
+        tables = {} if decoder.fed else position_tables(config, slots)
+        for name, table in tables.items():
             parameters.pop(name).copy_(table)
     assert not parameters, f"never filled: {sorted(parameters)}"
 

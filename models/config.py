@@ -5,6 +5,7 @@ Knows nothing of any checkpoint format, of torch or of NumPy.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 ROPE_NAMES = ("full", "sliding")  # the second of layers with a window, where they have a rotation of their own
@@ -139,6 +140,19 @@ class DecoderConfig:
         assert self.activation in ACTIVATIONS, self.activation
         assert self.biases <= set(BIASES), self.biases
         assert self.experts is not None or not any(layer.sparse for layer in self.layers), "no experts"
+
+    @property
+    def fed_rotations(self) -> dict[str, dict[str, str]]:
+        """Of each rope: "cos", "sin" and, with a scale of the queries, "query_scale" -> name of the graph's input.
+
+        That of graphs whose rotations are fed. With several ropes the name of each stands behind.
+        """
+        parts: dict[str, dict[str, str]] = {}
+        for rope in self.ropes:
+            behind = "" if len(self.ropes) == 1 else "_" + re.sub("[^A-Za-z0-9_]", "_", rope.name)
+            names = ("cos", "sin") if rope.query_scale is None else ("cos", "sin", "query_scale")
+            parts[rope.name] = {name: f"rope_{name}{behind}" for name in names}
+        return parts
 
     @property
     def num_layers(self) -> int:

@@ -21,7 +21,7 @@ from rollkv.models.config import DecoderConfig, LayerConfig
 from rollkv.models.gemma4 import Gemma4Layer, PerLayerInputs
 from rollkv.models.layers import CacheForm, make_norm
 from rollkv.models.projections import joined_projections
-from rollkv.models.rope import Rope, query_scales, rope_tables
+from rollkv.models.rope import FedRope, Rope, query_scales, rope_tables
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Positions(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and the product with the vocabulary, of the last row or of all rows.
+    """Final norm and the product with the vocabulary, of the last row or of all; or the norm of the last row alone.
 
     The weight is (H, V); a tied head shares the embedding's (V, H) and multiplies by its transpose.
     """
@@ -78,10 +78,13 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.vocab_size)) if "head" in config.biases else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(1, c, H) -> (1, 1, V) for rows == "last", (1, c, V) for "all"."""
-        if self.rows == "last":
+        """(1, c, H) -> (1, 1, V) for rows == "last", (1, c, V) for "all", (1, 1, H) for "none"."""
+        if self.rows != "all":
             x = x.narrow(1, x.shape[1] - 1, 1)
-        logits: Tensor = self.norm(x) @ (self.weight.t() if self.tied else self.weight)
+        normed: Tensor = self.norm(x)
+        if self.rows == "none":
+            return normed
+        logits: Tensor = normed @ (self.weight.t() if self.tied else self.weight)
         if self.bias is not None:
             logits = logits + self.bias
         if self.scale != 1:
@@ -99,17 +102,21 @@ class Decoder(nn.Module):
         cache: CacheForm = CacheForm(),  # noqa: B008  (frozen)
         head: str = "last",
         source: str = "ids",
+        rope: str = "graph",
         joined: bool = False,
     ) -> None:
-        """head: rows of logits, "last" or "all". source: what a run takes, "ids" or "embeds".
+        """head: rows of logits, "last" or "all"; "none": hidden states in their place.
 
+        source: what a run takes, "ids" or "embeds". rope: rotations are looked up in the "graph", or "feed" gives them.
         joined: its layers are of the joined form, as far as the model has one (`projections.py`).
         """
         super().__init__()
-        self.config, self.source, self.joined = config, source, joined
+        self.config, self.source, self.fed, self.joined = config, source, rope == "feed", joined
         self.embedding = Embedding(config.vocab_size, config.hidden_size, config.embedding_scale)
         self.positions = Positions(config.max_position, config.hidden_size) if config.learned_positions else None
-        self.rope = nn.ModuleDict({rope.name: Rope(rope, config.max_position) for rope in config.ropes})
+        self.rope = nn.ModuleDict(
+            {rope.name: FedRope() if self.fed else Rope(rope, config.max_position) for rope in config.ropes}
+        )
         self.per_layer = PerLayerInputs(config) if config.per_layer_width else None
         self.layers = nn.ModuleList(_make_layer(config, layer, cache, joined) for layer in config.layers)
         self.head = Head(config, head, self.embedding.weight)
@@ -137,7 +144,8 @@ class Decoder(nn.Module):
             rotations[rope.name] = {name: f"{place}/{name}" for name in ("cos", "sin")}
             if rope.query_scale is not None:
                 rotations[rope.name]["query_scale"] = f"{place}/query_scale"
-            yield Call(place, place, {"position_ids": "position_ids"}, tuple(rotations[rope.name].values()))
+            taken = self.config.fed_rotations[rope.name] if self.fed else {"position_ids": "position_ids"}
+            yield Call(place, place, taken, tuple(rotations[rope.name].values()))
         # Whose keys and values a layer reads makes no difference to its operations, that it has none of its own does.
         kinds = [layer if layer.kv_from is None else replace(layer, kv_from=0) for layer in self.config.layers]
         for i, layer in enumerate(self.config.layers):
@@ -153,7 +161,7 @@ class Decoder(nn.Module):
             x = f"layers.{i}/x"
             made = (x, *new.values()) if layer.kv_from is None else (x,)
             yield Call(f"layer {kinds.index(kinds[i])}", f"layers.{i}", inputs, made)
-        yield Call("head", "head", {"x": x}, ("logits",))
+        yield Call("head", "head", {"x": x}, ("hidden_states" if self.head.rows == "none" else "logits",))
 
     def forward(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One run: the graph's inputs by name -> every value by name, the graph's outputs among them."""

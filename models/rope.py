@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies, tables of every position, their look-up, and the rotation itself.
+"""Rotary position embedding: frequencies, tables of every position, their look-up or feeding, and the rotation itself.
 
 Plain torch; knows no checkpoint and no family. The numbers come as a `RopeConfig`, and these of its fields are read:
 
@@ -167,6 +167,20 @@ class Rope(nn.Module):
             parts.append(rows[i].narrow(-1, start, pairs))
             start += pairs
         return torch.cat(parts, -1)
+
+
+class FedRope(nn.Module):
+    """What `Rope` gives, out of the plain cos and sin of each row that the host feeds. It has no parameters."""
+
+    def forward(self, cos: Tensor, sin: Tensor, query_scale: Tensor | None = None) -> tuple[Tensor, ...]:
+        """cos and sin (1, c, R), both halves alike, and the query scale (1, c, 1) if any -> as `Rope.forward`.
+
+        Pairs at rest (type proportional) come with cos 1 and sin 0, and turn with the others.
+        """
+        half = sin.shape[-1] // 2
+        signed = torch.cat((-sin.narrow(-1, 0, half), sin.narrow(-1, half, half)), -1)
+        rotation = cos.unsqueeze(2), signed.unsqueeze(2)
+        return rotation if query_scale is None else (*rotation, query_scale.unsqueeze(2))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

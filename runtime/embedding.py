@@ -1,4 +1,4 @@
-"""Embedding tables that stay on the host: a memory-mapped file in its storage type, rows out in float32.
+"""Tables that stay on the host, of embeddings or a head: a memory-mapped file in its storage type, float32 out.
 
 Knows no graph and no session.
 """
@@ -48,3 +48,19 @@ class EmbeddingTable:
             rows = stored.astype(np.float32)
         rows *= np.float32(self.info.scale)
         return rows
+
+    def block(self, start: int, stop: int, scratch: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Rows start .. stop - 1 as stored, without the scale, (stop - start, width): a view of the file or of scratch.
+
+        scratch: (at least stop - start, width).
+        """
+        stored, wide = self._table[start:stop], scratch[: stop - start]
+        if self.info.dtype == "float32":
+            return stored
+        if self.info.dtype == "bfloat16":
+            bits = wide.view(np.uint32)
+            np.copyto(bits, stored)
+            np.left_shift(bits, 16, out=bits)
+        else:
+            np.copyto(wide, stored)
+        return wide

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from rollkv.runtime.bundle import open_bundle
-from rollkv.runtime.manifest import LayerInfo, Manifest, TableInfo
+from rollkv.runtime.manifest import GraphInfo, LayerInfo, Manifest, TableInfo
 
 _MIB = 1 << 20
 
@@ -32,6 +32,7 @@ def describe(m: Manifest) -> list[tuple[str, str]]:
     several = len(m.prefill_rows) > 1
     shape = ", ".join("c" if several and axis == 1 else str(size) for axis, size in enumerate(tokens.shape))
     fixed = [f", {name} rotation scaled for {rope.fixed_for}" for name, rope in m.rope.items() if rope.fixed_for]
+    fed = ", cos and sin are fed" if any(value.role == "rope_cos" for value in graph.inputs) else ""
     seen = "" if m.image_attention == "causal" else ", text only: the model's image attention is bidirectional"
     return [
         (
@@ -45,10 +46,15 @@ def describe(m: Manifest) -> list[tuple[str, str]]:
         ("input", f"{tokens.role}, ({shape}) {tokens.dtype}{seen}"),
         *(
             (name, _table(m, table))
-            for name, table in (("embedding", m.embedding), ("per layer", m.per_layer_embedding))
+            for name, table in (
+                ("embedding", m.embedding),
+                ("per layer", m.per_layer_embedding),
+                ("head", m.head_table),
+                ("head bias", m.head_bias),
+            )
             if table is not None
         ),
-        ("positions", f"{m.max_position}" + (", three-part" if m.three_part else "") + "".join(fixed)),
+        ("positions", f"{m.max_position}" + (", three-part" if m.three_part else "") + fed + "".join(fixed)),
         *(("layers", text) for text in _layers(m.layers)),
         ("cache", f"{m.kv_layout}, {m.dtype}, {cache / _MIB:.1f} MiB"),
         ("mask", f"0 visible, {m.mask_value:g} hidden"),
@@ -56,13 +62,16 @@ def describe(m: Manifest) -> list[tuple[str, str]]:
         *(
             (
                 "graph",
-                f"{g.file}: {g.role}, {g.rows} rows, {g.kv_len} slots, logits of {g.head}, opset {g.opset}, "
-                f"IR {g.ir_version}",
+                f"{g.file}: {g.role}, {g.rows} rows, {g.kv_len} slots, {_end(g)}, opset {g.opset}, IR {g.ir_version}",
             )
             for g in m.graphs
         ),
         ("weights", f"{m.weights.file}: {m.files[m.weights.file].size / _MIB:.1f} MiB"),
     ]
+
+
+def _end(graph: GraphInfo) -> str:
+    return "hidden state of last" if graph.head == "none" else f"logits of {graph.head}"
 
 
 def _table(m: Manifest, table: TableInfo) -> str:

@@ -21,6 +21,7 @@ from rollkv.runtime.align import PromptError, check_word, whole_number
 from rollkv.runtime.backend import Array, Backend, Binding, CopyingBinding, OrtBackend
 from rollkv.runtime.bundle import Bundle, BundleError, GraphInfo, Manifest, open_bundle
 from rollkv.runtime.embedding import EmbeddingTable
+from rollkv.runtime.head import HostHead
 from rollkv.runtime.limits import MEMORIES
 
 
@@ -69,6 +70,7 @@ class LoadedBundle:
             for role, table in (("embeds", m.embedding), ("per_layer_inputs", m.per_layer_embedding))
             if role in roles and table is not None
         }
+        self.head = None if m.head_table is None else HostHead(self.bundle.path, m)
         self._running = threading.Lock()
 
     @property

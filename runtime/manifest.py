@@ -16,16 +16,19 @@ SLOT_AXES = {"bskd": (1, 1), "bksd": (2, 2), "bksd-kt": (3, 2)}  # kv_layout -> 
 KV_LAYOUTS = tuple(SLOT_AXES)
 TOKEN_ROLES = ("ids", "embeds")  # how tokens enter a graph
 CACHE_ROLES = ("past_key", "past_value", "new_key", "new_value")
+ROTATION_ROLES = ("rope_cos", "rope_sin", "rope_query_scale")  # where they are fed, of each rope
 INPUT_ROLES = (
     *TOKEN_ROLES,
     "per_layer_inputs",
     "attention_mask",
     "sliding_attention_mask",
     "position_ids",
+    *ROTATION_ROLES,
     *CACHE_ROLES[:2],
 )
-OUTPUT_ROLES = ("logits", *CACHE_ROLES[2:])
-HEADS = ("last", "all")  # rows of logits
+HEAD_ROLES = ("logits", "hidden_states")  # what comes out at the end, either
+OUTPUT_ROLES = (*HEAD_ROLES, *CACHE_ROLES[2:])
+HEADS = ("last", "all", "none")  # rows of logits; none: the hidden state of the last row
 MASK_MAX = 65504.0  # the largest float16
 TABLE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # storage type of an embedding table -> bytes of a number
 DECODE_ATTENTIONS = ("joined", "apart")
@@ -53,6 +56,7 @@ class ValueInfo:
     dtype: str
     role: str
     layer: int | None = None  # of a key or value
+    rope: str | None = None  # of one of ROTATION_ROLES: key into Manifest.rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,7 @@ class GraphInfo:
     role: str  # "prefill" or "decode"
     rows: int
     kv_len: int
-    head: str  # rows of logits: "last" or "all"
+    head: str  # rows of logits: "last" or "all"; "none": hidden_states in their place
     opset: int
     ir_version: int
     inputs: list[ValueInfo]
@@ -108,7 +112,7 @@ class RopeInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class TableInfo:
-    """An embedding table on the host: a file of rows x width numbers, row after row, little-endian."""
+    """A table on the host, of embeddings or a head: a file of rows x width numbers, row after row, little-endian."""
 
     file: str
     shape: list[int]  # rows, width
@@ -174,6 +178,10 @@ class Manifest:
     projections: str = "separate"  # whether q, k, v are one product and gate, up are one, norms and scales folded in
     embedding: TableInfo | None = None  # where the graphs take embeddings: (V, H)
     per_layer_embedding: TableInfo | None = None  # where they take per-layer inputs
+    head_table: TableInfo | None = None  # where the graphs give hidden states: (V, H)
+    head_bias: TableInfo | None = None  # of such a head: (1, V)
+    logit_scale: float = 1.0  # of such a head's products and bias
+    logit_softcap: float | None = None  # of such a head: logits become cap tanh(logit / cap)
     image_attention: str = "causal"  # how the model lets tokens of one image see each other; the graphs are causal
 
     @property

@@ -6,14 +6,16 @@ Knows nothing of files but their names and sizes, nothing of ONNX. L, c, C, K, D
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from rollkv.runtime.form_checks import Need, check_head, check_host_head, check_rotations, check_rotations_agree
 from rollkv.runtime.manifest import (
     CACHE_ROLES,
     DTYPES,
+    HEAD_ROLES,
     HEADS,
     IMAGE_ATTENTIONS,
     INPUT_ROLES,
@@ -35,8 +37,6 @@ from rollkv.runtime.manifest import (
 
 PAST_ROLES, NEW_ROLES = CACHE_ROLES[:2], CACHE_ROLES[2:]
 TABLE_OF = {"embeds": "embedding", "per_layer_inputs": "per_layer_embedding"}  # role of an input -> the manifest's key
-
-Need = Callable[[bool, str], None]  # raises BundleError with the text when the condition does not hold
 
 
 def check_manifest(m: Manifest, where: str) -> None:
@@ -67,7 +67,8 @@ def check_manifest(m: Manifest, where: str) -> None:
     for name, rope in m.rope.items():
         _check_rope(rope, f"rope[{name!r}]", need)
     _check_turns(m, need)
-    tables = [table for table in (m.embedding, m.per_layer_embedding) if table is not None]
+    held = (m.embedding, m.per_layer_embedding, m.head_table, m.head_bias)
+    tables = [table for table in held if table is not None]
     for name in [*m.files, m.weights.file, *(graph.file for graph in m.graphs), *(table.file for table in tables)]:
         need(
             "\\" not in name and Path(name).name == name and name not in ("", ".", ".."),
@@ -76,16 +77,20 @@ def check_manifest(m: Manifest, where: str) -> None:
         need(name in m.files, f"file {name!r} is not listed in files")
     for table in tables:
         _check_table(m, table, need)
+    check_host_head(m, need)
     need(all(len(pair) == 2 for pair in m.kv_pairs), "kv_pairs must hold pairs of names")
     for graph in m.graphs:
         _check_values(m, graph, graph.inputs, INPUT_ROLES, need)
         _check_values(m, graph, graph.outputs, OUTPUT_ROLES, need)
         if graph in driven:
             _check_roles(m, graph, need)
+            check_head(m, graph, need)
+            check_rotations(m, graph, need)
             _check_tokens(m, graph, need)
             _check_types(m, graph, need)
             _check_caches(m, graph, need)
             _check_pairs(m, graph, need)
+    check_rotations_agree(m, need)
     for role in (*TOKEN_ROLES, "per_layer_inputs"):
         lacking = [graph.file for graph in driven if all(value.role != role for value in graph.inputs)]
         need(
@@ -263,12 +268,6 @@ def _check_roles(m: Manifest, graph: GraphInfo, need: Need) -> None:
     values = [*graph.inputs, *graph.outputs]
     names = [value.name for value in values]
     need(len(set(names)) == len(names), f"graph {graph.file}: a name occurs twice")
-    found = [value for value in values if value.role == "logits"]
-    need(len(found) == 1, f"graph {graph.file}: {len(found)} values have the role logits, must be one")
-    shape = [1, graph.rows if graph.head == "all" else 1, m.vocab_size]
-    for value in found:
-        said = f"graph {graph.file}: logits has shape {value.shape}, must be {shape}"
-        need(value.shape == shape, f"{said} with head {graph.head}")
     found = [value for value in values if value.role == "position_ids"]
     need(len(found) <= 1, f"graph {graph.file}: {len(found)} values have the role position_ids, must be one or none")
     shape = [3, 1, graph.rows] if m.three_part else [1, graph.rows]
@@ -310,7 +309,7 @@ def _check_types(m: Manifest, graph: GraphInfo, need: Need) -> None:
         what = f"graph {graph.file}: {value.name} has dtype {value.dtype!r}"
         if value.role in ("ids", "position_ids"):
             need(value.dtype in DTYPES[2:], f"{what}; supported: {', '.join(DTYPES[2:])}")
-        elif value.role == "logits":
+        elif value.role in HEAD_ROLES:
             need(value.dtype in DTYPES[:2], f"{what}; supported: {', '.join(DTYPES[:2])}")
         else:
             need(value.dtype == m.dtype, f"{what}, must be {m.dtype}, the manifest's dtype")

@@ -142,11 +142,13 @@ class TokenSequence:
         policy: Policy,
         ends: NDArray[np.int64] | None = None,
         accept: Callable[[Array], int] | None = None,
+        wanted: bool = True,
     ) -> GraphArrays:
         """One run of one graph and the roll after it. The logits are in `arrays` until its next run.
 
         ends: rotary position after each token; by default they count on. accept: is given the logits of every row and
         says how many of the run's tokens stay, at least one, of which all but the first are `ahead`; all by default.
+        wanted: whether the logits are looked at, which a head on the host is spared otherwise.
         Raises NonFiniteLogits, and what the backend raises; the run leaves no trace then.
         """
         past = self.position
@@ -155,7 +157,7 @@ class TokenSequence:
         rolling = False
         try:
             with self._pinned(run, policy) if forgets and policy.sinks else contextlib.nullcontext():
-                if not arrays.run():
+                if not arrays.run(wanted):
                     message = _not_finite(arrays)
                     arrays.clear()
                     raise NonFiniteLogits(message)
@@ -233,9 +235,12 @@ class TokenSequence:
 
 def _not_finite(arrays: GraphArrays) -> str:
     """What to say of a run whose outputs hold a NaN or an infinity."""
-    logits = arrays.row_logits
-    bad = int(logits.size - np.isfinite(logits).sum())
-    what = f"{bad} of {logits.size} logits" if bad else "new keys or values"
+    what = "new keys or values"
+    for name, array in arrays.ends():
+        bad = int(array.size - np.isfinite(array).sum())
+        if bad:
+            what = f"{bad} of {array.size} {name}"
+            break
     return (
         f"{what} of graph {arrays.graph.file} are not finite, so no token can be chosen. Either the graph overflows "
         "float16 (export the bundle in float32) or the bundle is damaged (run `rollkv verify`)"

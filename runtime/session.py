@@ -370,8 +370,9 @@ class Session:
             stop = at + run.rows - run.pads
             graph = self.loaded.prefill.get(run.rows) if run.rows in self._sizes else None
             arrays = sequence.arrays(self.loaded.decode if graph is None else graph)
-            sequence.step(arrays, run, prompt.part(at, stop), policy, None if ends is None else ends[at:stop])
-            at, logits = stop, arrays.logits
+            part, after, last = prompt.part(at, stop), None if ends is None else ends[at:stop], stop == len(prompt)
+            sequence.step(arrays, run, part, policy, after, wanted=last)
+            at, logits = stop, arrays.logits if last else None
         assert logits is not None
         return logits
 

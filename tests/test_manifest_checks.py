@@ -75,7 +75,7 @@ ROPE = ("rope", "full")
         (("layers", 1, "kv_len"), 25, "layers[1]: kv_len is 25, must be in 8 .. 24 for window 5"),
         (("layers", 1, "window"), 6, "layers[1]: kv_len is 8, must be in 9 .. 24 for window 6"),
         (("layers", 1, "window"), None, "layers[1]: kv_len is 8, must be max_kvcache_len, 24"),
-        (("graphs", 0, "head"), "none", "graph prefill.onnx: head 'none' is not supported; supported: last, all"),
+        (("graphs", 0, "head"), "some", "prefill.onnx: head 'some' is not supported; supported: last, all, none"),
         # rotation
         (("layers", 1, "rope"), "far", "layers[1]: rope is 'far', must be null or a name in rope: 'full'"),
         (("rope",), {}, "layers[0]: rope is 'full', must be null or a name in rope: none"),

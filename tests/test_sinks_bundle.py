@@ -72,18 +72,19 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 
 @pytest.mark.parametrize("addresses", ["moving", "fixed"])
 @pytest.mark.parametrize(
-    ("name", "layout", "more"),
+    ("name", "layout", "more", "form"),
     [
-        ("llama", "bskd", {}),
-        ("llama", "bksd", {}),
-        ("llama", "bksd-kt", {}),
-        ("llama3", "bskd", {}),
-        ("llama", "bskd", {"rope_parameters": YARN}),
+        ("llama", "bskd", {}, {}),
+        ("llama", "bksd", {}, {}),
+        ("llama", "bksd-kt", {}, {}),
+        ("llama3", "bskd", {}, {}),
+        ("llama", "bskd", {"rope_parameters": YARN}, {}),
+        ("llama", "bskd", {"rope_parameters": YARN}, {"rope": "feed", "head": "none"}),
     ],
 )
-def test_chunks_and_steps_far_past_the_cache_equal_transformers(tmp_path, name, layout, more, addresses):
+def test_chunks_and_steps_far_past_the_cache_equal_transformers(tmp_path, name, layout, more, form, addresses):
     source = make_checkpoint(tmp_path / "source", name, **more)
-    bundle = export(source, tmp_path / "bundle", max_lm_input_len=20, max_kvcache_len=C, kv_layout=layout)
+    bundle = export(source, tmp_path / "bundle", max_lm_input_len=20, max_kvcache_len=C, kv_layout=layout, **form)
     session, reference = Session(bundle, addresses=addresses), PinnedReference(source)
     ids = np.random.default_rng(1).integers(3, 300, 90).tolist()
     limit = {"on_limit": "sinks", "sinks": S}

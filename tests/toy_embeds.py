@@ -62,14 +62,15 @@ def embeds_manifest(
     )
 
 
-def save_bundle(folder, manifest) -> Bundle:
-    """Write it with its tables, and open it."""
+def save_bundle(folder, manifest, more=None) -> Bundle:
+    """Write it with its tables, and open it. more: files beside them, by name."""
     folder.mkdir(exist_ok=True, parents=True)
     content = {"weights.bin": b"w", **{graph.file: graph.role[:1].encode() for graph in manifest.graphs}}
     if manifest.embedding is not None:
         content["embedding.bin"] = TABLE.tobytes()
     if manifest.per_layer_embedding is not None:
         content["per_layer.bin"] = PER_LAYER.tobytes()
+    content |= more or {}
     for file in folder.glob("tok*"):
         content[file.name] = file.read_bytes()
     for name, data in content.items():

@@ -167,6 +167,7 @@ class ToyBackend:
             x = x + np.einsum("krs,skd,kdh->rh", weights, values, w.out[i])
             for part, new in (("key", new_k), ("value", new_v)):
                 outputs[f"new_{part}_{i}"] = self._stored(new, part)
+        outputs["hidden_states"] = x[-1:][None]
         outputs["logits"] = (x @ w.head)[None] if graph.head == "all" else (x[-1:] @ w.head)[None]
         arrays = self.arrays[graph.file]  # the same ones in every run of a graph, as a backend may
         for name, array in arrays.items():
