@@ -12,7 +12,8 @@ from conftest import export
 from family_shapes import make_family
 from onnx import TensorProto, helper, numpy_helper
 
-from rollkv.export.audit import ROUTING_OPS, AuditError, audit_graph, mask_operand_bytes
+from rollkv.export.audit import AuditError, audit_graph, mask_operand_bytes
+from rollkv.export.targets import ROUTING_OPS
 from rollkv.runtime.bundle import Bundle, GraphInfo
 
 
@@ -38,6 +39,20 @@ def test_routing_is_allowed_in_a_mixture_of_experts_and_nothing_beside_it(tmp_pa
     for op in ("NonZero", "Where", "Loop", "ScatterElements"):
         model.graph.node[0].op_type = op
         assert f"op {op} is not allowed" in audit_graph(model, info)
+
+
+@pytest.mark.parametrize(
+    ("norm", "op"),
+    [("rowmax", "Abs"), ("rowmax", "ReduceMax"), ("rsqrt", "Reciprocal"), ("native", "RMSNormalization")],
+)
+def test_the_ops_of_a_norm_are_allowed_where_that_form_was_chosen(
+    good: tuple[onnx.ModelProto, GraphInfo], norm: str, op: str
+) -> None:
+    model, info = good
+    model.graph.node[0].op_type = op
+    assert f"op {op} is not allowed" not in audit_graph(model, info, norm)
+    for other in {"plain", "rowmax", "rsqrt", "native"} - {norm}:
+        assert f"op {op} is not allowed" in audit_graph(model, info, other)
 
 
 def _forbidden_op(model: onnx.ModelProto) -> None:

@@ -213,6 +213,26 @@ def test_the_report_shows_the_share_and_the_divergence() -> None:
     assert shown[1]["kl"] is None
 
 
+def test_the_table_shows_them_too(capsys: pytest.CaptureFixture[str]) -> None:
+    from rollkv.export.cli import _print_report
+
+    wanted = verify.Trail(logits([1.0, 2.0], [2.0, 1.0]))
+    row = verify.compare_float16("text", 1, wanted, verify.Trail(logits([1.0, 2.0], [1.99, 2.0])))
+    plain = verify.compare("torch", 1, wanted, wanted, 1e-4)
+    _print_report(verify.Report("b", "s", [plain, row]))
+    lines = [[cell.strip() for cell in line.strip("│┃").replace("┃", "│").split("│")] for line in _table(capsys)]
+    header, torch_line, text_line = lines[0], lines[1], lines[2]
+    assert dict(zip(header, torch_line, strict=True))["KL"] == ""
+    shown = dict(zip(header, text_line, strict=True))
+    assert (shown["KL"], shown["top-1"], shown["bound"]) == (f"{row.kl:.1e}", "1/2 50.0%", "1e-03")
+    _print_report(verify.Report("b", "s", [plain]))
+    assert "KL" not in capsys.readouterr().out
+
+
+def _table(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line[:1] in ("│", "┃")]
+
+
 @pytest.mark.filterwarnings("ignore:this bundle is float16")
 def test_a_weight_that_was_rounded_the_other_way_is_found(source: Callable[[str], Path], tmp_path: Path) -> None:
     made = export(source("llama"), tmp_path / "bundle", **SMALL, dtype="float16")

@@ -173,6 +173,28 @@ def test_one_row_with_past_and_new_keys_apart_equals_it_with_them_joined(
     assert torch.equal(attend_cache(q, past, new, mask, scale, cap, CacheForm(layout, True)), apart)
 
 
+@pytest.mark.parametrize("layout", ["bskd", "bksd", "bksd-kt"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (9, 3), (4, 1)])
+@pytest.mark.parametrize(("rows", "cap"), [(1, None), (3, None), (3, 5.0)])
+def test_repeated_heads_give_what_torchs_grouped_attention_gives(
+    layout: str, heads: int, kv_heads: int, rows: int, cap: float | None
+) -> None:
+    q, slots = torch.randn(1, rows, heads, 8), 7
+    past, new = ([torch.randn(1, n, kv_heads, 8) for _ in "kv"] for n in (slots, rows))
+    mask = torch.where(torch.rand(1, 1, rows, slots) < 0.6, 0.0, -32768.0)
+    mask[..., -1] = 0
+    form = CacheForm(layout, repeated=True)
+    got = attend_cache(q, store(*past, layout), store(*new, layout), mask, 0.3, cap, form)
+    k, v = (torch.cat(pair, 1)[:, rows:].transpose(1, 2) for pair in zip(past, new, strict=True))  # (1, K, C, D)
+    if cap is None:
+        wanted = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, scale=0.3, enable_gqa=True)
+    else:
+        k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+        scores = torch.tanh(torch.einsum("bcnd,bnsd->bncs", q, k) * 0.3 / cap) * cap
+        wanted = torch.softmax(scores + mask, -1) @ v
+    close(got, wanted.transpose(1, 2).reshape(1, rows, heads * 8), 1e-5)
+
+
 def test_several_rows_and_a_single_slot_are_joined_whatever_the_form() -> None:
     for rows, slots in ((3, 7), (1, 1)):
         q, mask = torch.randn(1, rows, 4, 8), torch.zeros(1, 1, rows, slots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from test_trace import config, options, random_decoder, random_feeds, run_onnx, trace_graph
 
 from rollkv.export import passes
+from rollkv.export.targets import BASE_OPS, ROUTING_OPS
 
 
 def small(nodes: list[onnx.NodeProto], constants: dict[str, Any] | None = None, opset: int = 18) -> onnx.ModelProto:
@@ -31,7 +33,7 @@ def ops(model: onnx.ModelProto) -> collections.Counter[str]:
 
 
 @pytest.mark.parametrize("simplify", [True, False])
-@pytest.mark.parametrize("opset", [13, 17, 18])
+@pytest.mark.parametrize("opset", [13, 17, 18, 23])
 def test_all_passes_together_keep_every_output(simplify: bool, opset: int) -> None:
     cfg, opts = config(tied_head=True, qk_norm="rms-head"), options()
     decoder = random_decoder(cfg, opts)
@@ -116,12 +118,78 @@ def test_lowering_turns_the_axes_of_a_mean_into_an_attribute() -> None:
     assert {a.name: helper.get_attribute_value(a) for a in node.attribute} == {"axes": [-1], "keepdims": 1}
 
 
+@pytest.mark.parametrize("opset", range(13, 24))
+def test_every_op_of_a_graph_has_a_form_at_every_opset(opset: int) -> None:
+    for op in BASE_OPS | ROUTING_OPS | {"Identity"}:
+        now = onnx.defs.get_schema(op, 18)
+        assert op in passes.SAME_MEANING or onnx.defs.get_schema(op, opset).since_version == now.since_version
+
+
+def test_ops_of_unchanged_meaning_differ_between_opsets_in_types_and_optional_attributes_alone() -> None:
+    """ONNX's own schemas; the axes of ReduceMean have a rule."""
+    for op in passes.SAME_MEANING:
+        versions = {(s := onnx.defs.get_schema(op, opset)).since_version: s for opset in range(13, 24)}
+        older = [versions[key] for key in sorted(versions)]
+        for old, new in itertools.pairwise(older):
+            assert len(old.outputs) == len(new.outputs)
+            extra = {name for name in new.attributes if name not in old.attributes}
+            gone = {name for name in old.attributes if name not in new.attributes}
+            assert extra <= {"allowzero", "saturate", "noop_with_empty_axes"}
+            assert not any(new.attributes[name].required for name in extra)
+            if op != "ReduceMean":
+                assert not gone
+                assert [(i.name, i.option) for i in old.inputs] == [(i.name, i.option) for i in new.inputs]
+            for before, after in zip(old.type_constraints, new.type_constraints, strict=True):
+                assert set(before.allowed_type_strs) <= set(after.allowed_type_strs)
+
+
+def test_a_mean_keeps_its_axes_as_an_input_above_18() -> None:
+    model = small([helper.make_node("ReduceMean", ["x", "axes"], ["y"], keepdims=1)], {"axes": np.array([-1])})
+    model, changed = passes.opset_conversion(23)(model)
+    assert changed
+    assert list(model.graph.node[0].input) == ["x", "axes"]
+    assert model.opset_import[0].version == 23
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (1e-5, "constant k holds 1e-05, allowed in float16: 0 and 6.1e-05 .. 65504"),
+        (-6e-5, "constant k holds 6e-05, allowed in float16"),
+        (7e4, "constant k holds 70000, allowed in float16"),
+        (np.nan, "constant k holds nan, allowed in float16"),
+    ],
+)
+def test_a_constant_that_float16_does_not_hold_is_refused(value: float, says: str) -> None:
+    model = small([helper.make_node("Add", ["x", "k"], ["y"])], {"k": np.array([0, value], np.float32)})
+    with pytest.raises(passes.PassError, match=f"pass halve_floats failed: ValueError: {says}"):
+        passes.run_passes(model, (passes.halve_floats,))
+
+
+def test_whole_numbers_stay_when_a_graph_becomes_float16() -> None:
+    nodes = [
+        helper.make_node("Cast", ["x"], ["n"], to=TensorProto.INT32),
+        helper.make_node("Cast", ["n"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("Reshape", ["f", "shape"], ["r"]),
+        helper.make_node("Add", ["r", "k"], ["y"]),
+    ]
+    model = small(nodes, {"shape": np.array([3, 2]), "k": np.array([0.0, 0.1], np.float32)})
+    model = passes.run_passes(model, (passes.halve_floats, passes.infer_shapes))
+    kinds = {value.name: value.type.tensor_type.elem_type for value in (*model.graph.value_info, *model.graph.input)}
+    f16 = TensorProto.FLOAT16
+    assert kinds == {"x": f16, "w": f16, "n": TensorProto.INT32, "f": f16, "r": f16}
+    constants = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    assert constants["shape"].tolist() == [3, 2]
+    np.testing.assert_array_equal(constants["k"], np.array([0.0, 0.1], np.float16))
+
+
 @pytest.mark.parametrize(
     ("node", "opset", "says"),
     [
         (helper.make_node("Split", ["x"], ["y", "z"], num_outputs=2), 17, "num_outputs"),
         (helper.make_node("Resize", ["x", "", "w"], ["y"]), 17, "Resize"),
         (helper.make_node("ReduceMean", ["x", "axes"], ["y"], noop_with_empty_axes=1), 17, "noop_with_empty_axes"),
+        (helper.make_node("Pad", ["x", "axes"], ["y"]), 23, "Pad  changed between opset 18 and 23; there is no rule"),
     ],
 )
 def test_lowering_refuses_what_it_has_no_rule_for(node: onnx.NodeProto, opset: int, says: str) -> None:

@@ -236,6 +236,14 @@ def test_ids_and_logits_follow_their_settings() -> None:
     assert outputs["logits"][1] == (1, 8, 307)
 
 
+def test_a_float16_graph_takes_and_gives_float16_and_its_ids_stay() -> None:
+    inputs, outputs = signature(8, config(), dtype="float16")
+    assert {inputs[name][0] for name in ("input_ids", "position_ids")} == {"int32"}
+    assert {inputs[name][0] for name in ("attention_mask", "past_key_0", "past_value_1")} == {"float16"}
+    assert {dtype for dtype, _ in outputs.values()} == {"float16"}
+    assert signature(8, config(), dtype="float16", input="embeds")[0]["inputs_embeds"][0] == "float16"
+
+
 @pytest.mark.parametrize(("window", "slots"), [(1, 8), (9, 16), (40, 47), (41, 48), (42, 48), (1000, 48)])
 def test_a_layer_with_a_window_has_slots_for_it_and_one_run(window: int, slots: int) -> None:
     cfg = config(sliding_window=window)
