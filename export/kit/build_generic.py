@@ -1,9 +1,9 @@
 """Load every graph of this folder in ONNX Runtime, run the golden inputs and write what comes out.
 
-    python build.py [--output outputs]        then: python replay.py outputs
+    python build.py [GRAPH ...]      BUILD/outputs/<graph>/<k>/<name>.npy
 
-There is no one compiler for this folder's target: this is the pattern that a script for another tool follows. Needs
-Python 3.8, NumPy and onnxruntime.
+Then `python replay.py BUILD/outputs`. There is no one compiler for this folder's target: a script for another tool
+follows this pattern. Needs Python 3.8, NumPy and onnxruntime.
 """
 
 from __future__ import annotations
@@ -16,38 +16,46 @@ from pathlib import Path
 
 import numpy as np
 
-FOLDER = Path(__file__).resolve().parent
-
 
 def main() -> int:
     """Entry point."""
+    own = Path(__file__).resolve().parent
     parser = argparse.ArgumentParser(description="Run the graphs of this folder on its golden inputs.")
-    parser.add_argument("--output", metavar="OUTPUTS", default="outputs", help="folder to write (default outputs)")
-    output = Path(parser.parse_args().output)
+    parser.add_argument("graphs", metavar="GRAPH", nargs="*", help="graphs to take (default: all of handoff.json)")
+    parser.add_argument("--simulate", action="store_true", help="what this script does in any case")
+    parser.add_argument("--folder", metavar="FOLDER", type=Path, default=own, help="the hand-off (default: this one)")
+    parser.add_argument("--build", metavar="BUILD", type=Path, help="folder to write (default FOLDER/build)")
+    options = parser.parse_args()
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
     except ImportError:
-        print("build.py needs onnxruntime, which is not installed: pip install onnxruntime", file=sys.stderr)
-        return 2
-    handoff = json.loads((FOLDER / "handoff.json").read_text(encoding="utf-8"))
-    for graph in handoff["graphs"]:
-        if graph["name"] not in handoff["golden"]:
+        parser.error("onnxruntime is not installed: pip install onnxruntime")
+    folder, build = options.folder, options.build or options.folder / "build"
+    handoff = json.loads((folder / "handoff.json").read_text(encoding="utf-8"))
+    there = [graph for graph in handoff["graphs"] if graph["name"] in handoff["golden"]]
+    for name in options.graphs:
+        if name not in [graph["name"] for graph in there]:
+            parser.error("no graph {}; there are {}".format(name, ", ".join(graph["name"] for graph in there)))
+    for graph in there:
+        if options.graphs and graph["name"] not in options.graphs:
             continue
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        session = onnxruntime.InferenceSession(str(FOLDER / graph["file"]), options, providers=["CPUExecutionProvider"])
+        settings = onnxruntime.SessionOptions()
+        settings.log_severity_level = 3
+        session = onnxruntime.InferenceSession(
+            str(folder / graph["file"]), settings, providers=["CPUExecutionProvider"]
+        )
         names = [value["name"] for value in graph["outputs"]]
         for path in handoff["golden"][graph["name"]]:
-            inputs = FOLDER / path / "inputs"
+            inputs = folder / path / "inputs"
             feeds = {value["name"]: np.load(str(inputs / (value["name"] + ".npy"))) for value in graph["inputs"]}
             results = session.run(names, feeds)
-            folder = output / graph["name"] / Path(path).name
-            folder.mkdir(parents=True, exist_ok=True)
+            target = build / "outputs" / graph["name"] / Path(path).name
+            target.mkdir(parents=True, exist_ok=True)
             for index, name in enumerate(names):
-                np.save(str(folder / (name + ".npy")), results[index])
+                np.save(str(target / (name + ".npy")), results[index])
         print("{}: {} golden runs".format(graph["file"], len(handoff["golden"][graph["name"]])))
-    print(f"written to {output}; python replay.py {output} compares them")
+    print("written to {}; compare with: python replay.py {}".format(build / "outputs", build / "outputs"))
     return 0
 
 
