@@ -11,7 +11,7 @@ import tarfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 
@@ -87,7 +87,7 @@ class NpzWriter(SampleWriter):
             for name, array in inputs.items():
                 entry = zipfile.ZipInfo(f"{name}.npy")  # with the same time always
                 with archive.open(entry, "w", force_zip64=True) as file:
-                    np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
+                    _write_npy(file, array)
 
 
 class HorizonWriter(SampleWriter):
@@ -147,7 +147,7 @@ def save_npy(path: Path, array: Array) -> None:
         _write_npy(file, array)
 
 
-def _write_npy(file: BinaryIO | io.BytesIO, array: Array) -> None:
-    whole = np.ascontiguousarray(array)
+def _write_npy(file: IO[bytes], array: Array) -> None:
+    whole = np.asarray(array, order="C")
     np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(whole))
     file.write(whole.data)
