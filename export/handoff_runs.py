@@ -7,6 +7,7 @@ recorded as the session fed them; nothing here knows their names. P, c, C, C' an
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -129,12 +130,13 @@ def golden_stops(m: Manifest, graph: GraphInfo, available: int) -> list[Stop]:
 def journeys(stops: Sequence[Stop]) -> list[list[Stop]]:
     """The stops divided among sequences, each of which passes its own in order; the least advanced goes on."""
     made: list[list[Stop]] = []
+    ends: list[tuple[int, int]] = []  # a heap: P after the last stop of a sequence, and its index
     for stop in sorted(stops, key=lambda stop: stop.position):
-        behind = [journey for journey in made if journey[-1].end <= stop.position]
-        if behind:
-            min(behind, key=lambda journey: journey[-1].end).append(stop)
-        else:
-            made.append([stop])
+        index = heapq.heappop(ends)[1] if ends and ends[0][0] <= stop.position else len(made)
+        if index == len(made):
+            made.append([])
+        made[index].append(stop)
+        heapq.heappush(ends, (stop.end, index))
     return made
 
 

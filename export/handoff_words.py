@@ -56,7 +56,8 @@ new token through {decode}. Every dimension is a number. This page is the contra
 
     sha256sum -c SHA256SUMS            # the folder is whole
     python replay.py --onnxruntime     # the graphs give the golden vectors (needs onnxruntime)
-    python build.py --simulate         # compile, and run the golden inputs where the tool can; --help says more
+    python build.py                    # compile, in the tool's own environment; --help says more
+    python build.py --simulate         # then run the golden inputs, where the tool has a simulator
     python replay.py build/outputs     # what came out, here or on the board, against the golden vectors
 
 ## Files
@@ -227,7 +228,8 @@ CHINESE = Words(
 
     sha256sum -c SHA256SUMS            # 检查文件夹是否完整
     python replay.py --onnxruntime     # 用 onnxruntime 复现 golden 向量
-    python build.py --simulate         # 编译，并在工具支持时用 golden 输入仿真；参数见 --help
+    python build.py                    # 在工具自己的环境中编译；参数见 --help
+    python build.py --simulate         # 然后用 golden 输入仿真（工具有仿真器时）
     python replay.py build/outputs     # 把仿真或板端的输出与 golden 向量比较
 
 ## 文件

@@ -6,6 +6,7 @@ import errno
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from bundle_exports import content
+from bundle_exports import command, content
 from commands import Run, reseal, user_error
 from conftest import export
 
@@ -450,3 +451,19 @@ def test_a_full_disk_is_said_and_the_handoff_before_stays(
         assert re.search(r"\d+ MiB are needed, 1 MiB are free; --samples takes fewer", last)
     assert content(output) == before
     assert [item.name for item in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_handoff_that_is_stopped_leaves_nothing(
+    number: int, text_bundle: Bundle, text_file: Path, tmp_path: Path
+) -> None:
+    arguments = ("handoff", text_bundle.path, "--data", text_file, "-o", tmp_path / "new" / "out", "--samples", 20000)
+    with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "calibration samples of prefill.onnx" in line:
+                break
+        process.send_signal(number)
+        process.stderr.read()
+    assert process.returncode == (130 if number == signal.SIGINT else 128 + number)
+    assert list(tmp_path.iterdir()) == []

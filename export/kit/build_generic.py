@@ -22,7 +22,7 @@ def main() -> int:
     own = Path(__file__).resolve().parent
     parser = argparse.ArgumentParser(description="Run the graphs of this folder on its golden inputs.")
     parser.add_argument("graphs", metavar="GRAPH", nargs="*", help="graphs to take (default: all of handoff.json)")
-    parser.add_argument("--simulate", action="store_true", help="what this script does in any case")
+    parser.add_argument("--simulate", action="store_true", help="the same: nothing is compiled")
     parser.add_argument("--folder", metavar="FOLDER", type=Path, default=own, help="the hand-off (default: this one)")
     parser.add_argument("--build", metavar="BUILD", type=Path, help="folder to write (default FOLDER/build)")
     options = parser.parse_args()
