@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import onnx
 
 from rollkv.export.artefact import options_of
 from rollkv.export.emulation import Agreement, Float16Backend, agreement
+from rollkv.export.handoff_text import read_corpus
 from rollkv.export.prompts import proof_ids
 from rollkv.export.ranges import COARSE, Ranges, measure
 from rollkv.export.target_audit import Finding, form_findings, size_findings, target_findings
@@ -66,10 +68,10 @@ class BundleAudit:
         }
 
 
-def audit_bundle(bundle: Bundle, target: Target, run: bool = True, data: str | None = None) -> BundleAudit:
+def audit_bundle(bundle: Bundle, target: Target, run: bool = True, data: Path | None = None) -> BundleAudit:
     """Every finding. run: also run the graphs, on the text of the file `data`, by default on text of rollkv's own.
 
-    Raises what reading the text raises, BackendError when a graph does not run.
+    Raises HandoffError for a text that cannot be read, BackendError when a graph does not run.
     """
     m = bundle.manifest
     options = options_of(m)
@@ -94,14 +96,15 @@ def audit_bundle(bundle: Bundle, target: Target, run: bool = True, data: str | N
     )
 
 
-def audit_ids(bundle: Bundle, data: str | None) -> list[int]:
+def audit_ids(bundle: Bundle, data: Path | None) -> list[int]:
     """Tokens to run: a first chunk with pads and BOS, a full one, and STEPS more where L allows."""
     m = bundle.manifest
     c = m.prefill_rows[-1]
     n = min(m.max_lm_input_len, 2 * c + max(1, c // 2) + STEPS)
     if data is None:
         return proof_ids(bundle, n, start=0)
-    raise NotImplementedError
+    corpus = read_corpus(data, bundle, chat=False)
+    return corpus.take(corpus.start(n, 0, 1), n)
 
 
 def _range_findings(ranges: Ranges, mask_value: float, target: Target) -> Iterator[Finding]:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.util
 import json
-import signal
 import sys
 import textwrap
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rollkv.export.cli_audit import add_audit_command
 from rollkv.export.cli_flags import add_export_flags
 from rollkv.export.cli_targets import add_target_commands, find_target
+from rollkv.export.stopping import stopped_cleanly
 from rollkv.runtime.cli import Parser, UsageError, add_commands, run_commands
 
 
@@ -167,7 +165,7 @@ def export_command(options: argparse.Namespace) -> int:
     )
     from rollkv.export.pipeline import export_bundle
 
-    with progress, _stopped_cleanly():
+    with progress, stopped_cleanly():
         manifest = export_bundle(checkpoint, chosen, output, progress.step)
     size = sum(info.size for info in manifest.files.values())
     masks = [value.shape[-1] for graph in manifest.graphs for value in graph.inputs if value.role.endswith("_mask")]
@@ -322,24 +320,6 @@ class _Progress:
     def line(self, text: str) -> None:
         """A remark."""
         print(f"rollkv {self._verb}: {text}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def _stopped_cleanly() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the process as they would, with 128 + their number, but through the clean-up."""
-
-    def stop(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from rollkv.export.cli_targets import find_target
@@ -26,7 +27,7 @@ def add_audit_command(commands: Any) -> None:
     audit.add_argument(
         "--data",
         metavar="FILE",
-        help="text whose tokens are run, UTF-8 (default: a few paragraphs that come with rollkv)",
+        help="text whose tokens are run, .txt or .jsonl in UTF-8 (default: a few paragraphs that come with rollkv)",
     )
     audit.add_argument("--no-run", action="store_true", help="look at the files only: no ranges, no float16")
     audit.add_argument("--strict", action="store_true", help="exit with 1 when there is any finding")
@@ -43,7 +44,7 @@ def audit_command(options: argparse.Namespace) -> int:
     bundle = open_bundle(options.bundle)
     if target is None:
         target = find_target(bundle.manifest.target or "universal")
-    audit = audit_bundle(bundle, target, run=not options.no_run, data=options.data)
+    audit = audit_bundle(bundle, target, run=not options.no_run, data=options.data and Path(options.data))
     if options.json:
         print(json.dumps(_finite(audit.to_dict()), indent=2, allow_nan=False))
     else:

@@ -8,6 +8,7 @@ import json
 import textwrap
 from typing import Any
 
+from rollkv.export.cli_handoff import add_handoff_command
 from rollkv.runtime.cli import UsageError
 
 
@@ -22,6 +23,7 @@ def add_target_commands(commands: Any) -> None:
     targets.add_argument("target", metavar="TARGET", nargs="?", help="one of them, with its notes (default: a table)")
     targets.add_argument("--json", action="store_true", help="print the profiles as JSON")
     targets.set_defaults(main=targets_command)
+    add_handoff_command(commands)
 
 
 def targets_command(options: argparse.Namespace) -> int:

@@ -32,6 +32,18 @@ ALIGNMENT = 4096  # bytes; a tensor starts on a page, so that it can be mapped
 
 
 @dataclass(frozen=True)
+class FolderKind:
+    """What a folder that may be replaced is called, and the keys of its JSON file that show it to be one."""
+
+    name: str
+    file: str
+    keys: frozenset[str]
+
+
+BUNDLE = FolderKind("bundle", "manifest.json", frozenset({"format", "rollkv", "graphs"}))
+
+
+@dataclass(frozen=True)
 class Placed:
     """Where a tensor lies in the weight file."""
 
@@ -41,28 +53,28 @@ class Placed:
     dtype: str = "float32"
 
 
-def check_output(final: Path) -> None:
-    """Raise ExportError when a bundle cannot take the name `final`: a file, a link, a folder that is no bundle."""
+def check_output(final: Path, kind: FolderKind = BUNDLE) -> None:
+    """Raise ExportError when a folder of this kind cannot take the name `final`: a file, a link, another folder."""
     if final.name in ("", ".."):
         raise ExportError(f"-o {final}: must end in the name of a folder")
     if final.is_symlink():
         raise ExportError(f"-o {final}: is a symbolic link; give the name of the folder itself")
     if final.exists() and not final.is_dir():
         raise ExportError(f"-o {final}: exists and is not a folder")
-    if final.is_dir() and any(final.iterdir()) and not _is_bundle(final):
-        raise ExportError(f"-o {final}: exists and is not a bundle; give another name or remove it")
+    if final.is_dir() and any(final.iterdir()) and not _is_one(final, kind):
+        raise ExportError(f"-o {final}: exists and is not a {kind.name}; give another name or remove it")
     nearest = next(folder for folder in final.absolute().parents if folder.exists())
     if not nearest.is_dir():
         raise ExportError(f"-o {final}: {nearest} is not a folder")
 
 
 @contextlib.contextmanager
-def replacing_folder(final: Path) -> Iterator[Path]:
+def replacing_folder(final: Path, kind: FolderKind = BUNDLE) -> Iterator[Path]:
     """A new folder to write into, which takes the name `final` when the block ends without an error.
 
     Raises ExportError as `check_output` does.
     """
-    check_output(final)
+    check_output(final, kind)
     missing = [folder for folder in final.absolute().parents if not folder.exists()]
     work = final.parent / f".{final.name}.{secrets.token_hex(4)}.partial"
     try:
@@ -194,13 +206,13 @@ def _check_range(origin: str, values: NDArray[np.float32]) -> None:
             raise CheckpointError(f"{origin} reaches {largest:.6g}; allowed: up to {FLOAT16_MAX:.0f}, as in float16")
 
 
-def _is_bundle(folder: Path) -> bool:
-    """Whether a manifest.json is there and a bundle's: web pages have files of that name too."""
+def _is_one(folder: Path, kind: FolderKind) -> bool:
+    """Whether the JSON file is there and of that kind: web pages have a manifest.json too."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
+        content = json.loads((folder / kind.file).read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(manifest, dict) and {"format", "rollkv", "graphs"} <= manifest.keys()
+    return isinstance(content, dict) and kind.keys <= content.keys()
 
 
 def _remove(folder: Path, parents: Sequence[Path] = ()) -> None:

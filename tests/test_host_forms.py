@@ -126,17 +126,17 @@ def parameters(config: DecoderConfig, source: Path) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("name", "settings", "outside", "files"),
     [
-        ("llama", {"rope": "feed"}, set(), set()),
-        ("llama", {"head": "none"}, {"head.weight"}, {"head.bin"}),
-        ("llama", {**BOTH, "input": "embeds"}, {"head.weight", "embedding.weight"}, {"head.bin", "embedding.bin"}),
-        ("llama-square", {"head": "none"}, set(), {"head.bin"}),  # the graph looks its rows up
-        ("llama-square", {"head": "none", "input": "embeds"}, {"embedding.weight"}, {"embedding.bin"}),
-        ("phi", {"head": "none"}, {"head.weight", "head.bias"}, {"head.bin", "head_bias.bin"}),
+        ("llama", {"rope": "feed"}, [], []),
+        ("llama", {"head": "none"}, ["head.weight"], ["head.bin"]),
+        ("llama", {**BOTH, "input": "embeds"}, ["head.weight", "embedding.weight"], ["head.bin", "embedding.bin"]),
+        ("llama-square", {"head": "none"}, [], ["head.bin"]),  # the graph looks its rows up
+        ("llama-square", {"head": "none", "input": "embeds"}, ["embedding.weight"], ["embedding.bin"]),
+        ("phi", {"head": "none"}, ["head.weight", "head.bias"], ["head.bin", "head_bias.bin"]),
     ],
     ids=str,
 )
 def test_what_the_host_has_is_in_no_weight_file(
-    source: Source, tmp_path: Path, name: str, settings: dict[str, Any], outside: set[str], files: set[str]
+    source: Source, tmp_path: Path, name: str, settings: dict[str, Any], outside: list[str], files: list[str]
 ) -> None:
     made = export(source(name), tmp_path / "bundle", **settings)
     sizes = parameters(open_checkpoint(str(source(name))).config, source(name))

@@ -98,7 +98,7 @@ def test_the_wheel_runs_outside_of_the_checkout(wheel: Path, tmp_path: Path) -> 
     assert "usage: rollkv" in python(str(script), "--help")
 
 
-@pytest.mark.parametrize("command", ["chat", "export", "info", "run", "verify"])
+@pytest.mark.parametrize("command", ["chat", "export", "handoff", "info", "run", "verify"])
 def test_the_help_names_every_flag_of_the_readme(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])

@@ -203,6 +203,20 @@ def test_the_command_runs_nothing_when_told_so_and_refuses_an_unknown_target(lou
     assert err.startswith("rollkv: target 'tpu' is unknown; allowed: universal, rk3588")
 
 
+def test_the_command_runs_the_users_own_text(text_bundle: Bundle, tmp_path: Path, run: Run) -> None:
+    said = []
+    for text in ("The lighthouse keeper counts ships. " * 9, "Zwölf Boxkämpfer jagen Viktor quer. " * 9):
+        (tmp_path / "own.txt").write_text(text, encoding="utf-8")
+        code, out, err = run("audit", text_bundle.path, "--json", "--data", tmp_path / "own.txt")
+        assert (code, err) == (0, "")
+        said.append(json.loads(out)["layers"])
+    assert said[0] != said[1]
+    (tmp_path / "own.txt").write_bytes(b"")
+    code, out, err = run("audit", text_bundle.path, "--data", tmp_path / "own.txt")
+    assert (code, out) == (2, "")
+    assert err == f"rollkv: --data {tmp_path / 'own.txt'}: is empty; give a text of what the model will be asked\n"
+
+
 def test_the_targets_command_lists_every_profile_and_the_limits_of_one(run: Run) -> None:
     code, out, err = run("targets")
     assert (code, err) == (0, "")

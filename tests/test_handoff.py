@@ -1,0 +1,469 @@
+"""A handoff's folder: what lies in it, that it runs elsewhere, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from bundle_exports import command, content
+from commands import Run, reseal, user_error
+from conftest import export
+
+from rollkv.export import handoff, handoff_data
+from rollkv.export.handoff import build_script, form_fault, hand_over
+from rollkv.export.handoff_data import WRITERS
+from rollkv.export.handoff_text import HandoffError
+from rollkv.export.targets import TARGETS
+from rollkv.runtime.bundle import Bundle, BundleError, open_bundle
+
+TEXT = "the quick brown fox. hello, how are you?\ngrüße aus köln 你好世界 🙂🙃 don't stop\n\nnow\n" * 20
+UNTARGETED = "the bundle was exported for no target: samples are .npz, as for universal; --target takes another format"
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "täxt.txt"
+    file.write_text(TEXT, encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def folder(text_bundle: Bundle, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A handoff of 5 samples for no target."""
+    output = tmp_path_factory.mktemp("hand off") / "földer"
+    hand_over(text_bundle, text_file, output, TARGETS["universal"], samples=5)
+    return output
+
+
+def python(*arguments: Any, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, check=False)
+
+
+# What lies in it
+
+
+def test_every_file_is_where_handoff_json_says(folder: Path, text_bundle: Bundle) -> None:
+    data = json.loads((folder / "handoff.json").read_text("utf-8"))
+    m = text_bundle.manifest
+    assert (data["format"], data["target"], data["tool"], data["precision"]) == (1, "universal", None, "float16")
+    assert (data["max_lm_input_len"], data["chunk_size"], data["max_kvcache_len"]) == (120, 8, 160)
+    assert [(g["name"], g["file"], g["rows"], g["kv_len"]) for g in data["graphs"]] == [
+        ("prefill", "prefill.onnx", 8, 160),
+        ("decode", "decode.onnx", 1, 160),
+    ]
+    for graph, info in zip(data["graphs"], m.graphs, strict=True):
+        for part in ("inputs", "outputs"):
+            listed = [(v["name"], v["shape"], v["dtype"], v["role"]) for v in graph[part]]
+            assert listed == [(v.name, v.shape, v.dtype, v.role) for v in getattr(info, part)]
+        for k, path in enumerate(data["golden"][graph["name"]]):
+            assert path == f"golden/{graph['name']}/{k}"
+            for part in ("inputs", "outputs"):
+                names = {f"{value['name']}.npy" for value in graph[part]}
+                assert {file.name for file in (folder / path / part).iterdir()} == names
+        assert len(data["golden"][graph["name"]]) == 3
+    assert data["calibration"]["graphs"]["decode"] == {"samples": 5, "path": "calibration/decode", "list": None}
+    names = {path.name for path in folder.iterdir()}
+    assert names == {*m.files, "README.md", "README.zh.md", "handoff.json", "SHA256SUMS", "replay.py", "build.py"} | {
+        "calibration",
+        "golden",
+    }
+
+
+def test_the_checksums_cover_every_file(folder: Path) -> None:
+    done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {line.rpartition(": ")[0] for line in done.stdout.splitlines()} == {*content(folder)} - {"SHA256SUMS"}
+
+
+def test_golden_runs_are_a_padded_first_chunk_a_full_one_the_fullest_cache_and_three_steps(folder: Path) -> None:
+    runs = json.loads((folder / "handoff.json").read_text("utf-8"))["golden_runs"]
+    prefill = [(run["past"], run["pads"]) for run in runs["prefill"]]
+    assert prefill == [(0, 3), (76, 0), (152, 0)]
+    assert runs["prefill"][0]["ids"][0] == 0  # BOS of this tokenizer
+    first, *later = [run["past"] for run in runs["decode"]]
+    assert later == [first + 1, first + 2]
+    mask = np.load(folder / "golden/prefill/2/inputs/attention_mask.npy")[0, 0]
+    assert (mask[-1] == 0).all()  # C slots are seen
+    ids = np.load(folder / "golden/prefill/0/inputs/input_ids.npy")
+    assert ids.tolist() == [[0, 0, 0, *runs["prefill"][0]["ids"]]]
+
+
+def test_golden_steps_follow_each_other(folder: Path) -> None:
+    """The cache of a step is that of the step before, rolled by one slot."""
+    for k in (0, 1):
+        for name in ("key_0", "value_0", "key_1", "value_1"):
+            past = np.load(folder / f"golden/decode/{k}/inputs/past_{name}.npy")
+            new = np.load(folder / f"golden/decode/{k}/outputs/new_{name}.npy")
+            following = np.load(folder / f"golden/decode/{k + 1}/inputs/past_{name}.npy")
+            assert np.array_equal(following, np.concatenate((past, new), 1)[:, 1:])
+
+
+def test_samples_are_spread_over_first_chunks_and_full_and_partly_filled_caches(
+    text_bundle: Bundle, text_file: Path, tmp_path: Path
+) -> None:
+    hand_over(text_bundle, text_file, tmp_path / "out", TARGETS["universal"], samples=20)
+    seen: dict[str, list[int]] = {"prefill": [], "decode": []}
+    padded = 0
+    for name, visible in seen.items():
+        for file in sorted((tmp_path / "out/calibration" / name).iterdir()):
+            with np.load(file) as sample:
+                assert all(np.isfinite(sample[key]).all() for key in sample)
+                assert sample["attention_mask"].dtype == np.float32
+                assert sample["input_ids"].dtype == np.int32
+                visible.append(int((sample["attention_mask"][0, 0, -1] == 0).sum()))
+                padded += name == "prefill" and bool((sample["attention_mask"][0, 0, 0] != 0).all())
+                filled = np.abs(sample["past_key_0"]).sum((0, 2, 3)) > 0
+                rows = sample["input_ids"].shape[1]
+                assert filled.sum() >= visible[-1] - rows  # real past keys, not zeros
+    assert padded == 5
+    assert seen["prefill"].count(8) == 5
+    assert seen["prefill"].count(160) == 5
+    assert sum(8 < count < 160 for count in seen["prefill"]) == 5
+    assert seen["decode"].count(160) == 7
+    assert len(set(seen["decode"])) > 8
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_a_readme_states_every_input_and_output_with_its_shape(folder: Path, text_bundle: Bundle, page: str) -> None:
+    text = (folder / page).read_text("utf-8")
+    for graph in text_bundle.manifest.graphs:
+        assert f"`{graph.file}`" in text
+        for value in (*graph.inputs, *graph.outputs):
+            assert f"| `{value.name}` | {tuple(value.shape)} | {value.dtype} |" in text
+    for word in ("-32768", "120", "160", "`bskd`", "P + c <= C", "3 .. 7", "155 .. 159", "sha256sum -c", "build.py"):
+        assert word in " ".join(text.split())
+    assert not re.search(r"\{\w*\}", text)
+    assert "0 0 0 0 " in text  # the ids of the padded chunk, its BOS among them
+    chinese = len(re.findall(r"[\u4e00-\u9fff]", text))
+    assert (chinese > 1000) == (page == "README.zh.md")
+    assert (chinese == 0) == (page == "README.md")
+
+
+@pytest.mark.parametrize("name", list(TARGETS))
+def test_a_readme_has_the_notes_of_the_target(name: str, text_bundle: Bundle, text_file: Path, tmp_path: Path) -> None:
+    hand_over(text_bundle, text_file, tmp_path / "out", TARGETS[name], samples=1)
+    script = (tmp_path / "out" / "build.py").read_bytes()
+    assert script == (handoff.KIT / build_script(TARGETS[name])).read_bytes()
+    for page in ("README.md", "README.zh.md"):
+        text = (tmp_path / "out" / page).read_text("utf-8")
+        assert all(note.text in text and note.source in text for note in TARGETS[name].notes)
+        assert TARGETS[name].tool is None or str(TARGETS[name].tool) in text
+
+
+def test_every_target_has_a_writer_and_a_script() -> None:
+    assert {target.calibration for target in TARGETS.values()} <= set(WRITERS)
+    assert all((handoff.KIT / build_script(target)).is_file() for target in TARGETS.values())
+    tools = {(t.tool or t.calibration).partition("==")[0] for t in TARGETS.values()}
+    assert tools == set(handoff.BUILD_SCRIPTS)
+
+
+# It runs elsewhere, and is the same again
+
+
+def test_two_handoffs_of_one_bundle_are_the_same_bytes(
+    folder: Path, text_bundle: Bundle, text_file: Path, tmp_path: Path
+) -> None:
+    hand_over(text_bundle, text_file, tmp_path / "again", TARGETS["universal"], samples=5)
+    assert content(tmp_path / "again") == content(folder)
+
+
+def test_a_folder_that_was_moved_builds_and_replays(folder: Path, tmp_path: Path) -> None:
+    moved = Path(shutil.copytree(folder, tmp_path / "a b" / "möved"))
+    replayed = python(moved / "replay.py", "--onnxruntime", cwd=tmp_path)
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    built = python("build.py", "--simulate", cwd=moved)
+    assert built.returncode == 0, built.stderr
+    compared = python("replay.py", "build/outputs", cwd=moved)
+    assert compared.returncode == 0, compared.stdout
+    assert compared.stdout.splitlines()[-1].startswith("all outputs agree")
+
+
+def test_the_generic_build_takes_one_graph_and_names_those_there_are(folder: Path, tmp_path: Path) -> None:
+    done = python(folder / "build.py", "decode", "--build", tmp_path / "b")
+    assert done.returncode == 0
+    assert [item.name for item in (tmp_path / "b/outputs").iterdir()] == ["decode"]
+    refused = python(folder / "build.py", "decoder", "--build", tmp_path / "b")
+    assert refused.returncode == 2
+    assert "no graph decoder; there are prefill, decode" in refused.stderr
+
+
+def test_a_profile_that_wants_one_file_gets_the_weights_in_the_graphs(
+    text_bundle: Bundle, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dataclasses
+
+    target = dataclasses.replace(TARGETS["universal"], weights="inline")
+    hand_over(text_bundle, text_file, tmp_path / "out", target, samples=1)
+    assert not (tmp_path / "out/weights.bin").exists()
+    model = onnx.load(tmp_path / "out/decode.onnx", load_external_data=False)
+    assert all(tensor.data_location != onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer)
+    assert python(tmp_path / "out/replay.py", "--onnxruntime").returncode == 0
+    said: list[str] = []
+    monkeypatch.setattr(handoff, "INLINE_LIMIT", 10)
+    hand_over(text_bundle, text_file, tmp_path / "large", target, samples=1, report=said.append)
+    assert (tmp_path / "large/weights.bin").exists()
+    assert any("too many for one .onnx: they stay in weights.bin" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", {"chunk_size": (4, 8), "context_buckets": (12, 24), "kv_layout": "bksd-kt"}),
+        ("mistral-window", {"chunk_size": (4, 8), "context_buckets": (6, 24), "kv_layout": "bksd"}),
+        ("qwen2", {"input": "embeds", "ids": "int64"}),
+        ("llama", {"head": "all", "speculate": 4}),
+        ("llama", {"chunk_size": 48, "max_lm_input_len": 5}),
+        ("llama", {"chunk_size": 1, "max_lm_input_len": 1, "max_kvcache_len": 2}),
+    ],
+)
+def test_bundles_of_other_shapes_replay(
+    name: str, settings: dict[str, Any], bundle: Callable[..., Bundle], tmp_path: Path
+) -> None:
+    opened = bundle(name, **settings)
+    ids = np.random.default_rng(3).integers(0, opened.manifest.vocab_size, 120).tolist()
+    (tmp_path / "ids.jsonl").write_text("".join(json.dumps({"ids": ids[i : i + 30]}) + "\n" for i in (0, 30, 60, 90)))
+    made = hand_over(opened, tmp_path / "ids.jsonl", tmp_path / "out", TARGETS["universal"], samples=4)
+    assert [graph["name"] for graph in made.data["graphs"]] == [Path(g.file).stem for g in opened.manifest.graphs]
+    for graph in opened.manifest.graphs:
+        used = [run["past"] for run in made.data["golden_runs"][Path(graph.file).stem]]
+        assert max(used) == graph.kv_len - graph.rows if graph.role == "prefill" else max(used) < graph.kv_len
+        assert made.data["calibration"]["graphs"][Path(graph.file).stem]["samples"] >= 1
+    done = python(tmp_path / "out/replay.py", "--onnxruntime")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# The command
+
+
+def test_the_command_says_what_it_does_and_what_it_wrote(
+    text_bundle: Bundle, text_file: Path, tmp_path: Path, run: Run
+) -> None:
+    code, out, err = run(
+        "handoff", text_bundle.path, "--data", text_file, "-o", tmp_path / "out", "--samples", 2, "--json"
+    )
+    assert code == 0
+    summary = json.loads(out)
+    assert summary["samples"] == {"prefill": 2, "decode": 2}
+    assert summary["golden"] == {"prefill": 3, "decode": 3}
+    assert summary["bytes"] == sum(len(data) for data in content(tmp_path / "out").values())
+    assert UNTARGETED in err
+    assert "more than L = 120: it goes in, in turns of at most L" in err
+    code, out, _ = run("handoff", text_bundle.path, "--data", text_file, "-o", tmp_path / "out", "--samples", 1)
+    assert code == 0
+    assert out.startswith(f"{tmp_path / 'out'}: for universal, samples (npz): prefill 1, decode 1, ")
+
+
+def test_the_target_of_the_bundle_is_the_default(copy: Path, text_file: Path, tmp_path: Path, run: Run) -> None:
+    reseal(copy, target="rk3588")
+    code, out, err = run("handoff", copy, "--data", text_file, "-o", tmp_path / "out", "--samples", 1, "--json")
+    assert code == 0
+    assert json.loads(out)["target"] == "rk3588"
+    assert "the bundle was exported for rk3588 with another form: --norm" not in err
+    assert "the bundle was exported for rk3588 with another form: --ids" not in err
+    assert "another form: --gqa is fold, rk3588 takes repeat" in err
+
+
+def test_another_target_is_taken_when_the_graphs_have_its_form(
+    text_source: Path, text_file: Path, tmp_path: Path, run: Run, bundle: Callable[..., Bundle]
+) -> None:
+    opened = export(text_source, tmp_path / "b", decode_attention="joined")
+    reseal(opened.path, norm="rowmax", target="universal")  # as an export for universal says
+    code, out, _ = run(
+        "handoff",
+        opened.path,
+        "--data",
+        text_file,
+        "-o",
+        tmp_path / "out",
+        "--samples",
+        1,
+        "--target",
+        "axera",
+        "--json",
+    )
+    assert code == 0
+    assert (json.loads(out)["target"], json.loads(out)["calibration"]) == ("axera", "axera")
+
+
+def test_the_opset_may_be_any_that_the_target_takes(text_bundle: Bundle) -> None:
+    m = text_bundle.manifest
+    fault = form_fault(m, TARGETS["sophgo-bm1684x"])
+    assert fault == "--norm is plain, sophgo-bm1684x takes rowmax"
+    from dataclasses import replace
+
+    newer = replace(m, graphs=[replace(graph, opset=18) for graph in m.graphs])
+    assert form_fault(newer, TARGETS["sophgo-bm1684x"]) == "--opset is 18, sophgo-bm1684x takes 13 .. 17"
+    assert "--opset" not in str(form_fault(newer, TARGETS["openvino-npu"]))
+
+
+def test_a_short_text_is_said_and_still_replays(text_bundle: Bundle, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "t.txt").write_text("hello, how are you")
+    code, _, err = run("handoff", text_bundle.path, "--data", tmp_path / "t.txt", "-o", tmp_path / "out")
+    assert code == 0
+    assert re.search(r"too short for a full cache of prefill\.onnx: it has (\d+) tokens, so the fullest run", err)
+    assert re.search(r"prefill\.onnx: the text gives \d+ different samples, 20 were asked for", err)
+    assert python(tmp_path / "out/replay.py", "--onnxruntime").returncode == 0
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "flags", "said"),
+    [
+        ("t.txt", b"", [], "t.txt: is empty; give a text of what the model will be asked"),
+        ("t.txt", b" \n\n", [], "t.txt: is empty; give a text of what the model will be asked"),
+        ("t.txt", b"ok\nna\xefve\n", [], "t.txt: not UTF-8: byte 0xef in line 2; convert it to UTF-8"),
+        ("t.csv", b"a", [], "t.csv: ends in '.csv'; allowed: a .txt or a .jsonl file"),
+        ("t.jsonl", b'{"prompt": "a"}\n\n{"prompt": \n', [], "t.jsonl, line 3: not JSON: Expecting value"),
+        ("t.jsonl", b'{"prompt": "a", "text": "b"}', [], "t.jsonl, line 1: holds ['prompt', 'text']; allowed: an "
+         "object with one of prompt, text, messages, ids"),
+        ("t.jsonl", b"[1]", [], "line 1: holds list; allowed: an object with one of prompt, text, messages, ids"),
+        ("t.jsonl", b'{"text": 5}', [], "line 1: text is '5'; allowed: a string"),
+        ("t.jsonl", b'{"ids": [1, 320]}', [], "line 1: ids is [1, 320]; allowed: a list of whole numbers 0 .. 319"),
+        ("t.jsonl", b'{"ids": []}', [], "t.jsonl, line 1: has no tokens; allowed: at least one"),
+        ("t.jsonl", b'{"messages": []}', [], "line 1: holds messages, which need the chat template; pass --chat"),
+        ("t.jsonl", b'{"text": "a"}\n{"messages": []}', ["--chat"], "line 2: the conversation is []"),
+        ("t.txt", b"hello", ["--target", "rk3599"], "target 'rk3599' is unknown; allowed: universal, rk3588"),
+        ("t.txt", b"hello", ["--target", "rk3588"], "--target rk3588: --gqa is fold, rk3588 takes repeat, so the "
+         "graphs are not in its form; export them with --target rk3588"),
+        ("t.txt", b"hello", ["--samples", "0"], "--samples"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_leaves_nothing(
+    name: str, data: bytes, flags: list[str], said: str, text_bundle: Bundle, tmp_path: Path, run: Run
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    result = run("handoff", text_bundle.path, "--data", tmp_path / name, "-o", tmp_path / "new" / "out", *flags)
+    code, out, err = result
+    assert (code, out) == (2, "")
+    last = err.splitlines()[-1]
+    assert said in last
+    assert [item.name for item in tmp_path.iterdir()] == [name]
+
+
+def test_a_missing_text_and_a_folder_in_its_place_are_named(text_bundle: Bundle, tmp_path: Path) -> None:
+    for path, why in ((tmp_path / "no.txt", "no such file"), (tmp_path / "d.txt", "is not a file")):
+        (tmp_path / "d.txt").mkdir(exist_ok=True)
+        with pytest.raises(HandoffError, match=f"--data {re.escape(str(path))}: {why}; give a text file"):
+            hand_over(text_bundle, path, tmp_path / "out", TARGETS["universal"])
+
+
+def test_a_text_of_which_the_tokenizer_makes_nothing_is_refused(
+    text_bundle: Bundle, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollkv.runtime.text import Tokenizer
+
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: [])
+    with pytest.raises(HandoffError, match=r"--data .*täxt\.txt: the text has no tokens; allowed: at least one"):
+        hand_over(text_bundle, text_file, tmp_path / "out", TARGETS["universal"])
+
+
+def test_a_bundle_without_a_tokenizer_takes_records_of_ids_only(
+    bundle: Callable[..., Bundle], text_file: Path, tmp_path: Path, run: Run
+) -> None:
+    code, out, err = run("handoff", bundle("llama").path, "--data", text_file, "-o", tmp_path / "out")
+    assert (code, out) == (2, "")
+    assert "has no tokenizer.json, so text cannot become tokens; token ids can be given instead" in err.splitlines()[-1]
+
+
+def test_a_graph_that_the_text_does_not_reach_is_named(bundle: Callable[..., Bundle], tmp_path: Path) -> None:
+    opened = bundle("llama", chunk_size=(4, 8), context_buckets=(12, 24), kv_layout="bksd-kt")
+    (tmp_path / "t.jsonl").write_text('{"ids": [1, 2, 3, 4, 5, 6, 7, 8, 9]}')
+    with pytest.raises(
+        HandoffError, match=r"graph prefill_c4_k48\.onnx is used after 21 tokens and more, the text has 9"
+    ):
+        hand_over(opened, tmp_path / "t.jsonl", tmp_path / "out", TARGETS["universal"])
+    assert [item.name for item in tmp_path.iterdir()] == ["t.jsonl"]
+
+
+def test_nothing_is_written_into_the_bundle_nor_over_another_folder(
+    copy: Path, text_file: Path, tmp_path: Path, run: Run
+) -> None:
+    before = content(copy)
+    for output in (copy / "handoff", copy / "a" / "b"):
+        assert "lies in the bundle, into which nothing is written; give another folder" in user_error(
+            _quiet(run("handoff", copy, "--data", text_file, "-o", output))
+        )
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "manifest.json").write_text('{"format": 1, "rollkv": "1", "graphs": []}')
+    for output in (copy, tmp_path / "mine"):
+        assert user_error(_quiet(run("handoff", copy, "--data", text_file, "-o", output))) == (
+            f"-o {output}: exists and is not a handoff; give another name or remove it"
+        )
+    assert content(copy) == before
+
+
+def _quiet(result: tuple[int, str, str]) -> tuple[int, str, str]:
+    """Without the remark on the target."""
+    code, out, err = result
+    return code, out, "".join(line for line in err.splitlines(True) if UNTARGETED not in line)
+
+
+def test_a_damaged_bundle_is_found_by_its_checksum(copy: Path, text_file: Path, tmp_path: Path) -> None:
+    opened = open_bundle(copy)
+    data = bytearray((copy / "weights.bin").read_bytes())
+    data[40] ^= 1
+    (copy / "weights.bin").write_bytes(data)
+    name = "weights.bin"
+    assert opened.manifest.files[name].size == len(data)
+    with pytest.raises(BundleError, match=r"weights\.bin: its content is not what the manifest's sha256 says"):
+        hand_over(opened, text_file, tmp_path / "out", TARGETS["universal"], samples=1)
+    assert not (tmp_path / "out").exists()
+
+
+# Failures leave what was there
+
+
+@pytest.mark.parametrize("place", ["start", "sample", "golden"])
+def test_a_full_disk_is_said_and_the_handoff_before_stays(
+    place: str, text_bundle: Bundle, text_file: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    assert run("handoff", text_bundle.path, "--data", text_file, "-o", output, "--samples", 1)[0] == 0
+    before = content(output)
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if place == "start":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 30, 1 << 30, 1 << 20))  # type: ignore[attr-defined]
+    else:
+        monkeypatch.setattr(
+            *{"sample": (handoff_data.NpzWriter, "_write"), "golden": (handoff, "write_golden")}[place], full
+        )
+    code, out, err = run("handoff", text_bundle.path, "--data", text_file, "-o", output, "--samples", 300)
+    assert (code, out) == (1, "")
+    last = err.splitlines()[-1]
+    assert last.startswith(f"rollkv: {output}: No space left on device")
+    if place == "start":
+        assert re.search(r"\d+ MiB are needed, 1 MiB are free; --samples takes fewer", last)
+    assert content(output) == before
+    assert [item.name for item in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_handoff_that_is_stopped_leaves_nothing(
+    number: int, text_bundle: Bundle, text_file: Path, tmp_path: Path
+) -> None:
+    arguments = ("handoff", text_bundle.path, "--data", text_file, "-o", tmp_path / "new" / "out", "--samples", 20000)
+    with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "calibration samples of prefill.onnx" in line:
+                break
+        process.send_signal(number)
+        process.stderr.read()
+    assert process.returncode == (130 if number == signal.SIGINT else 128 + number)
+    assert list(tmp_path.iterdir()) == []
