@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollkv.export.cli_targets import add_form_options, add_target_commands, find_target
+from rollkv.export.cli_toolchain import add_toolchain_commands
 from rollkv.runtime.cli import Parser, UsageError, add_commands, run_commands
 from rollkv.runtime.cli_options import size, sizes
 
@@ -116,6 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
     families.set_defaults(main=families_command)
 
     add_target_commands(commands)
+    add_toolchain_commands(commands)
     add_commands(commands)
     bench = commands.choices["bench"]
     bench.add_argument(
