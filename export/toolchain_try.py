@@ -206,9 +206,11 @@ def compare(folder: Path, build: Path, handoff: Mapping[str, Any], graph: Mappin
     that is missing.
     """
     name = graph["name"]
+    real = {sample: _real_rows(folder / sample, handoff, graph) for sample in handoff["golden"][name]}
     errors = []
     for value in sorted(graph["outputs"], key=layer_order):
         found = []
+        axis = _row_axis(value, handoff["kv_layout"], graph["rows"])
         for sample in handoff["golden"][name]:
             want = _golden(folder / sample / "outputs" / f"{value['name']}.npy")
             made = build / "outputs" / name / Path(sample).name / f"{value['name']}.npy"
@@ -217,10 +219,8 @@ def compare(folder: Path, build: Path, handoff: Mapping[str, Any], graph: Mappin
             got = np.load(made)
             if got.shape != want.shape:
                 raise ToolFailure(f"graph {name}: {value['name']} has shape {got.shape}, golden is {want.shape}", [])
-            real = _real_rows(folder / sample, handoff, graph)
-            axis = _row_axis(value, handoff["kv_layout"], graph["rows"])
             if axis is not None:
-                want, got = want.compress(real, axis), got.compress(real, axis)
+                want, got = want.compress(real[sample], axis), got.compress(real[sample], axis)
             found.append((*difference(want, got), Path(sample).name))
         cosine, _, run = min(found, key=lambda item: item[0])
         errors.append(OutputError(name=value["name"], cosine=cosine, max_abs=max(item[1] for item in found), run=run))
