@@ -16,6 +16,7 @@ from typing import Any
 from rollkv.export.cli_audit import add_audit_command
 from rollkv.export.cli_flags import add_export_flags
 from rollkv.export.cli_targets import add_target_commands, find_target
+from rollkv.export.cli_toolchain import add_toolchain_commands
 from rollkv.export.stopping import stopped_cleanly
 from rollkv.runtime.cli import Parser, UsageError, add_commands, run_commands
 
@@ -68,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_target_commands(commands)
     add_audit_command(commands)
+    add_toolchain_commands(commands)
     add_commands(commands)
     bench = commands.choices["bench"]
     bench.add_argument(
