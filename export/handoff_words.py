@@ -152,10 +152,10 @@ Known of this target, with the source of each; the licence of the tool governs i
         "embeds": "**Embeddings** are looked up on the host: `manifest.embedding` in `handoff.json` names the "
         "table's "
         "file, shape, type and scale (multiply each row by it, in float32).",
-        "rope_cos": "**cos, sin** are fed: angle i of position p is p * inv_freq[i], times attention_scaling "
-        "after cos "
-        "and sin; the row holds the rotary_dim / 2 numbers twice. `manifest.rope` has them. Compute in float64.",
-        "rope_query_scale": "**Query scale**, fed: 1 + beta ln(1 + floor(p / length)), `query_scale` of `manifest.rope`.",
+        "rope_cos": "**cos, sin** are fed: angle i of position p is p * inv_freq[i], times attention_scaling after "
+        "cos and sin; the row holds the rotary_dim / 2 numbers twice. `manifest.rope` has them. Compute in float64.",
+        "rope_query_scale": "**Query scale**, fed: 1 + beta ln(1 + floor(p / length)), as `query_scale` of "
+        "`manifest.rope` says.",
         "hidden_states": "**Head.** logits = hidden state @ head table, transposed, plus `manifest.head_bias`, times "
         "`logit_scale`, soft-capped by `logit_softcap`, as far as given; `manifest.head_table` names the file.",
     },
