@@ -148,10 +148,10 @@ def _example(words: Words, m: Manifest, run: Recorded) -> str:
                 for row in sorted({0, pads, min(pads + 1, graph.rows - 1), graph.rows - 1})
             ]
         else:
-            row = array.reshape(-1, graph.rows, array.shape[-1])[0, pads]
-            lines.append(
-                f"    {value.name}, {words.row} {pads}: {', '.join(f'{x:.4g}' for x in row[:4].tolist())}, ..."
-            )
+            last = graph.rows - 1
+            numbers = array.reshape(-1, graph.rows, array.shape[-1])[0, last, :4].tolist()
+            shown = ", ".join(f"{number:.4g}" for number in numbers)
+            lines.append(f"    {value.name}, {words.row} {last}: {shown}{', ...' if array.shape[-1] > 4 else ''}")
     slots = graph.kv_len
     lines.append("")
     lines.append(words.after.format(pads=pads, last=graph.rows - 1, first=slots - real, slots=slots - 1, real=real))

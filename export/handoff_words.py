@@ -152,12 +152,12 @@ Known of this target, with the source of each; the licence of the tool governs i
         "embeds": "**Embeddings** are looked up on the host: `manifest.embedding` in `handoff.json` names the "
         "table's "
         "file, shape, type and scale (multiply each row by it, in float32).",
-        "rope_cos": "**cos, sin** are fed: angle i of position p is p * inv_freq[i], times attention_scaling "
-        "after cos "
-        "and sin; the row holds the rotary_dim / 2 numbers twice. `manifest.rope` has them. Compute in float64.",
-        "hidden_states": "**Head.** logits = hidden state @ head table, transposed; `manifest.head_table` names "
-        "the "
-        "file.",
+        "rope_cos": "**cos, sin** are fed: angle i of position p is p * inv_freq[i], times attention_scaling after "
+        "cos and sin; the row holds the rotary_dim / 2 numbers twice. `manifest.rope` has them. Compute in float64.",
+        "rope_query_scale": "**Query scale**, fed: 1 + beta ln(1 + floor(p / length)), as `query_scale` of "
+        "`manifest.rope` says.",
+        "hidden_states": "**Head.** logits = hidden state @ head table, transposed, plus `manifest.head_bias`, times "
+        "`logit_scale`, soft-capped by `logit_softcap`, as far as given; `manifest.head_table` names the file.",
     },
     files={
         "handoff.json": "this page for programs",
@@ -322,7 +322,10 @@ P 是到目前为止已经通过的真实 token 数。c 是当前运行的图的
         "rope_cos": "**cos、sin** 由主机输入：位置 p 的第 i 个角为 p * inv_freq[i]，取 cos、sin 后乘以 "
         "attention_scaling；"
         "每行把这 rotary_dim / 2 个数写两遍。见 `manifest.rope`。请用 float64 计算。",
-        "hidden_states": "**Head。** logits = 隐藏状态 @ head 表的转置；文件见 `manifest.head_table`。",
+        "rope_query_scale": "**Query 系数**由主机输入：1 + beta ln(1 + floor(p / length))，见 `manifest.rope` 的 "
+        "`query_scale`。",
+        "hidden_states": "**Head。** logits = 隐藏状态 @ head 表的转置，再按 manifest 中给出的 `head_bias`、"
+        "`logit_scale`、`logit_softcap` 处理；文件见 `manifest.head_table`。",
     },
     files={
         "handoff.json": "程序可读的约定",

@@ -307,6 +307,17 @@ def test_the_opset_may_be_any_that_the_target_takes(text_bundle: Bundle) -> None
     assert "--opset" not in str(form_fault(newer, TARGETS["openvino-npu"]))
 
 
+def test_what_computed_the_golden_outputs_is_said(text_bundle: Bundle) -> None:
+    import dataclasses
+
+    import onnxruntime
+
+    said = f"onnxruntime {onnxruntime.__version__}, CPU, all graph optimisations"
+    assert handoff.golden_by(text_bundle.manifest) == said
+    half = dataclasses.replace(text_bundle.manifest, dtype="float16")
+    assert handoff.golden_by(half) == said + ", float16 computed in float32 and rounded"
+
+
 def test_a_short_text_is_said_and_still_replays(text_bundle: Bundle, tmp_path: Path, run: Run) -> None:
     (tmp_path / "t.txt").write_text("hello, how are you")
     code, _, err = run("handoff", text_bundle.path, "--data", tmp_path / "t.txt", "-o", tmp_path / "out")
