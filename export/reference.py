@@ -291,14 +291,14 @@ class LiteralHost:
         """A prompt, chunk by chunk, then the given tokens one by one."""
         past, pieces = self._empty(), {}  # type: dict[str, Array], dict[str, list[Array]]
         padded, real = pad_left(ids, self._prefill.rows)
-        logits = [
-            self._run(self._prefill, padded, real, start, past, pieces)[-1]
+        ends = [
+            self._run(self._prefill, padded, real, start, past, pieces)
             for start in range(0, len(padded), self._prefill.rows)
         ]
-        trail = Trail(logits[-1:])
+        trail = Trail([self._logits(ends[-1])])
         for token in tokens:
             padded, real = np.append(padded, token), np.append(real, 1)
-            trail.logits.append(self._run(self._decode, padded, real, len(padded) - 1, past, pieces)[-1])
+            trail.logits.append(self._logits(self._run(self._decode, padded, real, len(padded) - 1, past, pieces)))
         for value in self._decode.inputs:
             if value.role in ("past_key", "past_value"):
                 assert value.layer is not None
@@ -329,7 +329,7 @@ class LiteralHost:
         past: dict[str, Array],
         pieces: dict[str, list[Array]],
     ) -> Array:
-        """One run and the roll after it; its logits (1, V), or (rows, V) where the graph gives all."""
+        """One run and the roll after it; its logits (1, V), or (rows, V) where the graph gives all; or (1, H)."""
         m = self._m
         rows = slice(start, start + graph.rows)
         positions = np.maximum(np.cumsum(real) - 1, 0)
@@ -364,13 +364,18 @@ class LiteralHost:
                 feeds[value.name] = mask[None, None].astype(value.dtype)
         outputs = self._backend.run(graph, feeds)
         end = next(value for value in graph.outputs if value.role in ("logits", "hidden_states"))
-        last = np.array(outputs[end.name][0])
-        logits = head_product(self._bundle, last) if end.role == "hidden_states" else last
+        made = np.array(outputs[end.name][0])
         token_rows = real[rows] == 1
         for name, new in m.kv_pairs:
             past[name] = roll(past[name], outputs[new], axes[name])  # with the pads, which the contract allows
             pieces.setdefault(name, []).append(tokens_first(outputs[new], m.kv_layout, axes[name])[token_rows])
-        return logits
+        return made
+
+    def _logits(self, made: Array) -> Array:
+        """The logits (V,) of the last row, out of what a run gave."""
+        whole = made if self._m.head_table is None else head_product(self._bundle, made)
+        last: Array = whole[-1]
+        return last
 
 
 def tokens_first(array: Array, layout: str, axis: int) -> Array:
