@@ -195,7 +195,7 @@ def test_a_tool_whose_simulator_compiles_is_asked_once(run: Run, tmp_path: Path)
     )
     code, out, err = run("toolchain", "try", folder, "--json")
     assert code == 0, err
-    assert "rollkv toolchain: compiling and simulating prefill\n" == err
+    assert err == "rollkv toolchain: compiling and simulating prefill\n"
     (graph,) = json.loads(out)["graphs"]
     assert (graph["compile_seconds"], graph["simulate_seconds"], graph["not_on_npu"]) == (7, 2, {})
 
