@@ -16,11 +16,11 @@ export MODEL OUT BUNDLE PROMPT REFERENCE L CHUNK C
 given = $(if $(filter command,$(firstword $(origin $1))),$2 "$$$1")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo export run chat info families verify test test-properties test-real check lint format types bench clean
+.PHONY: help setup demo export run chat info families verify test test-properties test-real toolchains toolchains-quick check lint format types bench clean
 
 help: ## this list
 	@echo 'usage: make TARGET [VARIABLE=value ...]'
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1 \2/p' Makefile | while read -r target text; do printf '  %-15s %s\n' "$$target" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1 \2/p' Makefile | while read -r target text; do printf '  %-17s %s\n' "$$target" "$$text"; done
 
 setup: $(VENV)/ready ## make the environment in .venv [PYTHON=python3 TORCH_INDEX=wheel-index]
 
@@ -63,6 +63,12 @@ test-properties: setup ## hold 3,600 random sessions against the NumPy reference
 
 test-real: setup ## run the tests on SmolLM2-135M and Qwen2.5-Coder-0.5B (downloads 570 MB, takes about 20 minutes)
 	$(RUN) pytest -q -m real
+
+toolchains: setup ## try every NPU compiler that is installed on a tiny graph (rollkv toolchain install; about 5 minutes)
+	$(RUN) pytest -q -m toolchain tests/test_toolchain_tools.py
+
+toolchains-quick: setup ## the same with QNN's simulator and OpenVINO (about 1 minute)
+	$(RUN) pytest -q -m toolchain -k 'qnn or openvino' tests/test_toolchain_tools.py
 
 check: lint types test ## lint, types and tests
 
