@@ -16,46 +16,17 @@ import onnx
 from rollkv.export.audit import audit_graph
 from rollkv.export.names import parameter_name
 from rollkv.export.pipeline import describe
-from rollkv.export.signature import ExportOptions
+from rollkv.export.signature import options_of
 from rollkv.export.tables import graph_weights, host_tables, table_fault, table_files
 from rollkv.export.write import Placed, map_tensor
 from rollkv.models.checkpoint import Checkpoint
 from rollkv.models.decoder import position_tables
 from rollkv.runtime.backend import Array
-from rollkv.runtime.bundle import Bundle, Manifest
+from rollkv.runtime.bundle import Bundle
 
 # The reference may be called otherwise than at export (its hash is compared), the version may be another, and files
 # are compared with their hashes.
 NOT_COMPARED = ("rollkv", "source", "files")
-
-
-def options_of(m: Manifest) -> ExportOptions:
-    """The options that a bundle was exported with, as far as the manifest shows them.
-
-    It does not show whether the rows of the graph for speculation were among the chunk sizes: here they are.
-    """
-    prefills = [graph for graph in m.graphs if graph.role == "prefill"]
-    prefill, head = prefills[0], next(graph.head for graph in m.graphs if graph.role == "decode")
-    return ExportOptions(
-        max_lm_input_len=m.max_lm_input_len,
-        chunk_sizes=tuple(m.prefill_rows),
-        max_kvcache_len=m.max_kvcache_len,
-        context_buckets=tuple(m.kv_lens[:-1]),
-        speculate=next((graph.rows for graph in prefills if graph.head != head), None),
-        kv_layout=m.kv_layout,
-        decode_attention=m.decode_attention,
-        projections=m.projections,
-        ids=next((v.dtype for v in prefill.inputs if v.role in ("ids", "position_ids")), "int32"),
-        input=next(v.role for v in prefill.inputs if v.role in ("ids", "embeds")),
-        head=head,
-        mask_value=m.mask_value,
-        opset=prefill.opset,
-        norm=m.norm,
-        gqa=m.gqa,
-        rope="feed" if any(v.role == "rope_cos" for v in prefill.inputs) else "graph",
-        dtype=m.dtype,
-        target=m.target,
-    )
 
 
 def manifest_fault(bundle: Bundle, checkpoint: Checkpoint) -> str | None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import onnx
 
-from rollkv.export.artefact import options_of
 from rollkv.export.emulation import Agreement, Float16Backend, agreement
 from rollkv.export.handoff_text import read_corpus
 from rollkv.export.prompts import proof_ids
 from rollkv.export.ranges import COARSE, Ranges, measure
+from rollkv.export.signature import options_of
 from rollkv.export.target_audit import Finding, form_findings, size_findings, target_findings
 from rollkv.export.targets import Target
 from rollkv.models.config import FLOAT16_MAX

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import onnx
 
-from rollkv.export.artefact import options_of
 from rollkv.export.handoff_data import WRITERS, SampleWriter, write_golden
 from rollkv.export.handoff_readme import readmes
 from rollkv.export.handoff_runs import Recorded, Tap, calibration_stops, golden_stops, reach, record, served
 from rollkv.export.handoff_text import Corpus, HandoffError, read_corpus
+from rollkv.export.signature import options_of
 from rollkv.export.targets import Target
 from rollkv.export.write import FolderKind, check_output, replacing_folder, serialize
 from rollkv.runtime.backend import OrtBackend, import_onnxruntime
@@ -130,8 +130,7 @@ def stem(graph: GraphInfo) -> str:
 def build_script(target: Target) -> str:
     """The script of the kit that becomes build.py."""
     tool = target.tool.partition("==")[0] if target.tool is not None else target.calibration
-    script = BUILD_SCRIPTS[tool]
-    return script if (KIT / script).is_file() else BUILD_SCRIPTS["npz"]
+    return BUILD_SCRIPTS[tool]
 
 
 def form_fault(m: Manifest, target: Target) -> str | None:

@@ -19,6 +19,7 @@ from rollkv.runtime.bundle import (
     NORMS,
     PROJECTIONS,
     LayerInfo,
+    Manifest,
     ValueInfo,
 )
 
@@ -232,6 +233,35 @@ def resolve(
         # Softmax over one slot is 1 whatever its mask: onnxsim would take the mask's input away.
         options = replace(options, simplify=False)
     return options
+
+
+def options_of(m: Manifest) -> ExportOptions:
+    """The options that a bundle was exported with, as far as the manifest shows them.
+
+    It does not show whether the rows of the graph for speculation were among the chunk sizes: here they are.
+    """
+    prefills = [graph for graph in m.graphs if graph.role == "prefill"]
+    prefill, head = prefills[0], next(graph.head for graph in m.graphs if graph.role == "decode")
+    return ExportOptions(
+        max_lm_input_len=m.max_lm_input_len,
+        chunk_sizes=tuple(m.prefill_rows),
+        max_kvcache_len=m.max_kvcache_len,
+        context_buckets=tuple(m.kv_lens[:-1]),
+        speculate=next((graph.rows for graph in prefills if graph.head != head), None),
+        kv_layout=m.kv_layout,
+        decode_attention=m.decode_attention,
+        projections=m.projections,
+        ids=next((v.dtype for v in prefill.inputs if v.role in ("ids", "position_ids")), "int32"),
+        input=next(v.role for v in prefill.inputs if v.role in ("ids", "embeds")),
+        head=head,
+        mask_value=m.mask_value,
+        opset=prefill.opset,
+        norm=m.norm,
+        gqa=m.gqa,
+        rope="feed" if any(v.role == "rope_cos" for v in prefill.inputs) else "graph",
+        dtype=m.dtype,
+        target=m.target,
+    )
 
 
 def _check_target(config: DecoderConfig, target: Target, form: Mapping[str, Any]) -> None:

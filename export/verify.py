@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rollkv.export.artefact import graph_fault, manifest_fault, options_of, stored_weights, weight_fault
+from rollkv.export.artefact import graph_fault, manifest_fault, stored_weights, weight_fault
 from rollkv.export.feeds import RecordingBackend, feed_fault
 from rollkv.export.prompts import proof_ids, proof_prompts
 from rollkv.export.reference import (
@@ -32,6 +32,7 @@ from rollkv.export.reference import (
     oracle_visible,
     tokens_first,
 )
+from rollkv.export.signature import options_of
 from rollkv.export.trace import trace_graphs
 from rollkv.export.verify_float16 import KL, diverge, in_float32, joined, kv_bound, texts, widened
 from rollkv.models.checkpoint import Checkpoint

@@ -19,8 +19,8 @@ from test_lora import LINEARS, adapter
 from test_signature import config
 from test_verify import climb
 
-from rollkv.export.artefact import options_of, stored_weights, weight_fault
-from rollkv.export.signature import ExportError, ExportOptions, resolve
+from rollkv.export.artefact import stored_weights, weight_fault
+from rollkv.export.signature import ExportError, ExportOptions, options_of, resolve
 from rollkv.export.verify import verify_bundle
 from rollkv.export.write import ALIGNMENT
 from rollkv.models.checkpoint import Weight, open_checkpoint
