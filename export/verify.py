@@ -34,7 +34,7 @@ from rollkv.export.reference import (
 )
 from rollkv.export.signature import options_of
 from rollkv.export.trace import trace_graphs
-from rollkv.export.verify_float16 import KL, diverge, in_float32, joined, kv_bound, texts, widened
+from rollkv.export.verify_float16 import diverge, in_float32, joined, kv_bound, texts, widened
 from rollkv.models.checkpoint import Checkpoint
 from rollkv.runtime.backend import Array, Backend, OrtBackend, available_threads
 from rollkv.runtime.bundle import SLOT_AXES, Bundle, Manifest
@@ -276,7 +276,9 @@ def compare_float16(rung: str, n: int, wanted: Trail, got: Trail) -> Row:
     divergence = diverge(wanted.logits, got.logits)
     row = compare(rung, n, wanted, got, float("inf"), kv_bound)
     fault = divergence.fault if row.first_layer is None else row.fault
-    return dataclasses.replace(row, bound=KL, near_ties=divergence.near_ties, kl=divergence.kl, fault=fault)
+    return dataclasses.replace(
+        row, bound=divergence.bound, near_ties=divergence.near_ties, kl=divergence.kl, fault=fault
+    )
 
 
 def text_rows(bundle: Bundle, engine: Backend, c: int, reference: Reference) -> list[Row]:

@@ -172,11 +172,14 @@ def test_the_best_token_must_be_the_references_in_99_of_100_positions() -> None:
     good = verify_float16.diverge(wanted * 100, same * 99 + wrong)
     assert (good.top1, good.near_ties, good.fault) == (99, 0, None)
     bad = verify_float16.diverge(wanted * 100, same * 98 + wrong * 2)
-    assert bad.fault == (
-        "the argmax is the reference's, or within float16 as large, in 98.0% of 100 positions (bound 99%)"
+    said = (
+        "the argmax is neither the reference's nor within float16 as large in 2 of {} positions (bound 1% of at least "
+        "100)"
     )
-    few = verify_float16.diverge(wanted * 7, same * 6 + wrong)
-    assert few.fault is None, "a single miss among a few is more than 1 %"
+    assert bad.fault == said.format(100)
+    assert verify_float16.diverge(wanted * 201, same * 199 + wrong * 2).fault is None
+    assert verify_float16.diverge(wanted * 7, same * 6 + wrong).fault is None, "one of a few is more than 1 %"
+    assert verify_float16.diverge(wanted * 7, same * 5 + wrong * 2).fault == said.format(7)
 
 
 def test_logits_that_the_outputs_float16_cannot_tell_apart_are_a_near_tie() -> None:
@@ -191,7 +194,16 @@ def test_a_divergence_above_the_law_or_not_a_number_is_a_fault(broken: list[floa
     fault = verify_float16.diverge(logits([1.0, 2.0, 0.0]), logits(broken)).fault
     assert fault is not None
     assert fault.startswith("KL(reference || bundle) is ")
-    assert fault.endswith("over 1 positions (bound 1e-03)")
+    assert fault.endswith("over 1 positions (bound 1e-01)")
+
+
+def test_the_divergence_of_a_long_text_is_held_to_the_law_and_a_short_one_to_its_part_of_it() -> None:
+    wanted, got = logits([1.0, 0.0]), logits([1.11, 0.0])  # KL 1.2e-3 each
+    few, text = (verify_float16.diverge(wanted * n, got * n) for n in (10, 100))
+    assert few.kl == pytest.approx(text.kl)
+    assert (few.bound, few.fault) == (pytest.approx(1e-2), None)
+    assert text.fault is not None
+    assert text.fault.endswith("over 100 positions (bound 1e-03)")
 
 
 def test_keys_that_are_off_by_more_than_roundings_add_up_to_are_found_in_their_layer() -> None:
@@ -224,7 +236,7 @@ def test_the_table_shows_them_too(capsys: pytest.CaptureFixture[str]) -> None:
     header, torch_line, text_line = lines[0], lines[1], lines[2]
     assert dict(zip(header, torch_line, strict=True))["KL"] == ""
     shown = dict(zip(header, text_line, strict=True))
-    assert (shown["KL"], shown["top-1"], shown["bound"]) == (f"{row.kl:.1e}", "1/2 50.0%", "1e-03")
+    assert (shown["KL"], shown["top-1"], shown["bound"]) == (f"{row.kl:.1e}", "1/2 50.0%", "5e-02")
     _print_report(verify.Report("b", "s", [plain]))
     assert "KL" not in capsys.readouterr().out
 
