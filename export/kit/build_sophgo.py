@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -61,19 +62,20 @@ def compile_graph(job: Job) -> None:
     run("model_transform", "--model_name", job.name, "--model_def", str(job.model), "--mlir", mlir, "--not_inference")
     chip = job.options.chip or named_chip(job.handoff.get("target") or "")
     quantize = ["--quantize", job.options.quantize, "--chip", chip]
-    run("model_deploy", "--mlir", mlir, *quantize, "--model", str(job.file(".bmodel")))
-    for extra in job.build.glob(job.name + ".bmodel.*"):
-        extra.unlink()  # a profile and a listing
+    bmodel = job.name + ".bmodel"  # written here and moved: the tool does not take a path with a space in it
+    run("model_deploy", "--mlir", mlir, *quantize, "--model", bmodel)
+    shutil.move(bmodel, job.file(".bmodel"))
     final = list(Path().glob(job.name + "_*_final.mlir"))
     job.not_on_npu = on_cpu(final[0].read_text(encoding="utf-8")) if final else None
 
 
 def simulate_graph(job: Job) -> None:
     """Golden runs on the C model. Its outputs are called <name>_<op>_f32."""
+    shutil.copyfile(job.file(".bmodel"), "model.bmodel")
     for sample in job.golden:
         feeds = {k: v.astype(np.int32) if v.dtype.kind == "i" else v for k, v in job.inputs(sample).items()}
         np.savez("in.npz", **feeds)
-        run("model_runner", "--input", "in.npz", "--model", str(job.file(".bmodel")), "--output", "out.npz")
+        run("model_runner", "--input", "in.npz", "--model", "model.bmodel", "--output", "out.npz")
         with np.load("out.npz") as arrays:
             job.save(sample, {name: arrays[written(name, arrays.files)] for name in job.outputs})
 
