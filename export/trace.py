@@ -23,9 +23,9 @@ from onnx import TensorProto, helper
 from torch import Tensor
 
 from rollkv.export.signature import ExportOptions, graph_inputs, graph_outputs
+from rollkv.models.attention import CacheForm
 from rollkv.models.config import DecoderConfig
 from rollkv.models.decoder import Call, Decoder
-from rollkv.models.layers import CacheForm
 from rollkv.runtime.bundle import ValueInfo
 
 if TYPE_CHECKING:

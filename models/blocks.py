@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rollkv.models.attention import CacheForm
 from rollkv.models.config import DecoderConfig, LayerConfig
 from rollkv.models.joined_layers import JoinedAttention, JoinedMLP
-from rollkv.models.layers import MLP, Attention, CacheForm, Experts, make_norm
+from rollkv.models.layers import MLP, Attention, Experts, make_norm
 from rollkv.models.projections import Projections
 
 Outputs = tuple[Tensor, Tensor, Tensor]  # x (1, c, H), new key and value in kv_layout

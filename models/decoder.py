@@ -5,7 +5,7 @@ Parts in a row - embedding, positions, rotary tables, layers, head - each a modu
 the traced parts together by it. Knows no checkpoint and no ONNX. Parameters are uninitialised:
 `checkpoint.load_decoder` fills them, and `torch.device("meta")` makes a decoder that has shapes only.
 
-Shapes: c rows of one run, C slots (Cs in a sliding layer), H hidden size, V vocabulary; kv_layout as in `layers.py`.
+Shapes: c rows of one run, C slots (Cs in a sliding layer), H hidden size, V vocabulary; kv_layout as in `attention.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from rollkv.models.attention import CacheForm
 from rollkv.models.blocks import BLOCKS, SEPARATE
 from rollkv.models.config import DecoderConfig, LayerConfig
 from rollkv.models.gemma4 import Gemma4Layer, PerLayerInputs
-from rollkv.models.layers import CacheForm, make_norm
+from rollkv.models.layers import make_norm
 from rollkv.models.projections import joined_projections
 from rollkv.models.rope import FedRope, Rope, query_scales, rope_tables
 

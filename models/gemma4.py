@@ -12,20 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from rollkv.models.attention import CacheForm, attend_cache, store
 from rollkv.models.blocks import Outputs
 from rollkv.models.config import DecoderConfig, ExpertsConfig, LayerConfig
-from rollkv.models.layers import (
-    MLP,
-    CacheForm,
-    Experts,
-    Linear,
-    RMSNorm,
-    activate,
-    attend_cache,
-    make_norm,
-    scaled_to_one,
-    store,
-)
+from rollkv.models.layers import MLP, Experts, Linear, RMSNorm, activate, make_norm, scaled_to_one
 from rollkv.models.rope import rotate_apart
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from rollkv.models.attention import CacheForm
 from rollkv.models.config import DecoderConfig, LayerConfig
-from rollkv.models.layers import Attention, CacheForm, Linear, activate
+from rollkv.models.layers import Attention, Linear, activate
 from rollkv.models.projections import Projections
 from rollkv.models.rope import rotate
 

@@ -238,6 +238,16 @@ def text_bundle(text_source: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return export(text_source, output, max_lm_input_len=120, max_kvcache_len=160)
 
 
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text for hand-offs of that bundle."""
+    from handoff_folders import TEXT
+
+    file = tmp_path_factory.mktemp("data") / "täxt.txt"
+    file.write_text(TEXT, encoding="utf-8")
+    return file
+
+
 @pytest.fixture
 def source(text_source: Path) -> Path:
     """The same by a shorter name."""

@@ -19,6 +19,8 @@ from rollkv.runtime.session import Session
 KIT = Path(__file__).resolve().parent.parent / "export" / "kit"
 SAMPLES = 3
 
+TEXT = "the quick brown fox. hello, how are you?\ngrüße aus köln 你好世界 🙂🙃 don't stop\n\nnow\n" * 20
+
 
 def hand_off(bundle: Bundle, folder: Path, target: str, script: str | None, prompt: Sequence[int]) -> Path:
     """Golden runs of `prompt` (its first run is padded where c does not divide its length) and of three steps more."""

@@ -10,9 +10,10 @@ from test_layers import close, filled
 from test_trace import config, layers
 from torch import Tensor
 
+from rollkv.models.attention import CacheForm
 from rollkv.models.blocks import BLOCKS
 from rollkv.models.config import ORDERS, ExpertsConfig
-from rollkv.models.layers import MLP, CacheForm, Experts
+from rollkv.models.layers import MLP, Experts
 
 X = torch.randn(1, 4, 20, generator=torch.Generator().manual_seed(0))
 

@@ -147,8 +147,8 @@ def test_the_table_of_rows_for_each_layer_is_a_file_of_its_own_in_its_storage_ty
     stored = load_file(source / "model.safetensors")["model.embed_tokens_per_layer.weight"]
     assert (bundle.path / info.file).read_bytes() == stored.tobytes()
     named = {tensor.name for file in ("prefill.onnx", "decode.onnx") for tensor in initializers(bundle.path / file)}
-    assert "per_layer.projection.weight" in named
-    assert "per_layer_embedding.weight" not in named
+    assert "per_layer__projection__weight" in named
+    assert "per_layer_embedding__weight" not in named
 
 
 def test_a_model_without_rows_for_each_layer_has_no_input_and_no_table(made: Made) -> None:

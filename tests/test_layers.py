@@ -12,22 +12,9 @@ import torch.nn.functional as F
 from test_trace import config
 from torch import Tensor, nn
 
+from rollkv.models.attention import MOST_WIDE_HEADS, SLOT_AXES, CacheForm, attend, attend_cache, belts, store
 from rollkv.models.config import ACTIVATIONS, ExpertsConfig
-from rollkv.models.layers import (
-    MLP,
-    MOST_WIDE_HEADS,
-    SLOT_AXES,
-    Attention,
-    CacheForm,
-    Experts,
-    LayerNorm,
-    RMSNorm,
-    activate,
-    attend,
-    attend_cache,
-    belts,
-    store,
-)
+from rollkv.models.layers import MLP, Attention, Experts, LayerNorm, RMSNorm, activate
 from rollkv.models.rope import rotate
 
 Array = np.ndarray[Any, Any]
