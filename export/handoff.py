@@ -110,7 +110,8 @@ def hand_over(
                     report(f"{g.file}: the text gives {count} different samples, {samples} were asked for")
         data = describe(m, target, writers, runs)
         script = build_script(target)
-        shutil.copyfile(KIT / "replay.py", folder / "replay.py")
+        for name in ("replay.py", "jobs.py"):
+            shutil.copyfile(KIT / name, folder / name)
         shutil.copyfile(KIT / script, folder / "build.py")
         example = next(runs[g.file][0] for g in graphs if g.role == "prefill" and not runs[g.file][0].stop.position)
         for name, page in readmes(m, target, data, _names(folder), script, example).items():

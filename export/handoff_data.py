@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import tarfile
 import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -18,7 +19,7 @@ import numpy as np
 from rollkv.runtime.backend import Array
 
 
-class SampleWriter:
+class SampleWriter(ABC):
     """Samples of one graph in calibration/<graph> of a folder. Closed when all are added."""
 
     list_name: str | None = None  # of the file that lists them, where the tool takes one
@@ -46,8 +47,9 @@ class SampleWriter:
         if self.list_path is not None:
             (self.root / self.list_path).write_text("".join(self._lines), encoding="utf-8")
 
+    @abstractmethod
     def _write(self, sample: str, inputs: Mapping[str, Array]) -> None:
-        raise NotImplementedError
+        """One sample's files."""
 
 
 class RknnWriter(SampleWriter):

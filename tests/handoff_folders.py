@@ -30,6 +30,7 @@ def hand_off(bundle: Bundle, folder: Path, target: str, script: str | None, prom
         shutil.copyfile(bundle.path / name, folder / name)
     if script is not None:
         shutil.copyfile(KIT / script, folder / "build.py")
+        shutil.copyfile(KIT / "jobs.py", folder / "jobs.py")
     recorder = RecordingBackend(OrtBackend(bundle))
     session = Session(bundle, backend=recorder)
     session.prefill(prompt)

@@ -61,7 +61,16 @@ def test_every_file_is_where_handoff_json_says(folder: Path, text_bundle: Bundle
         assert len(data["golden"][graph["name"]]) == 3
     assert data["calibration"]["graphs"]["decode"] == {"samples": 5, "path": "calibration/decode", "list": None}
     names = {path.name for path in folder.iterdir()}
-    assert names == {*m.files, "README.md", "README.zh.md", "handoff.json", "SHA256SUMS", "replay.py", "build.py"} | {
+    assert names == {
+        *m.files,
+        "README.md",
+        "README.zh.md",
+        "handoff.json",
+        "SHA256SUMS",
+        "replay.py",
+        "build.py",
+        "jobs.py",
+    } | {
         "calibration",
         "golden",
     }
@@ -182,7 +191,7 @@ def test_the_generic_build_takes_one_graph_and_names_those_there_are(folder: Pat
     assert [item.name for item in (tmp_path / "b/outputs").iterdir()] == ["decode"]
     refused = python(folder / "build.py", "decoder", "--build", tmp_path / "b")
     assert refused.returncode == 2
-    assert "no graph decoder; there are prefill, decode" in refused.stderr
+    assert "no graph 'decoder' in handoff.json; allowed: prefill, decode" in refused.stderr
 
 
 def test_a_profile_that_wants_one_file_gets_the_weights_in_the_graphs(

@@ -112,7 +112,8 @@ def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
-    assert all(f"    {command} " in out for command in documented())
+    listed = {line.split()[0] for line in out.splitlines() if re.match(r"    \w", line)}
+    assert listed == set(documented())
 
 
 def test_the_help_imports_nothing_heavy() -> None:
