@@ -269,6 +269,12 @@ def _check_target(config: DecoderConfig, target: Target, form: Mapping[str, Any]
     low, high = target.opsets
     if not low <= form["opset"] <= high:
         raise ExportError(f"--opset is {form['opset']}, --target {target.name} takes {low} .. {high}")
+    for name, value in target.refused:
+        if form[name] == value:
+            raise ExportError(
+                f"--{name.replace('_', '-')} is {value}, which --target {target.name} does not take; its own form is "
+                f"{getattr(target, name)}"
+            )
     refused = NORM_OPS[form["norm"]] - target.ops
     if refused:
         raise ExportError(

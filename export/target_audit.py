@@ -60,7 +60,7 @@ def form_findings(form: Mapping[str, object], target: Target) -> list[Finding]:
         Finding(
             graph="",
             rule="form",
-            level="warning",
+            level="refused" if (name, form[name]) in target.refused else "warning",
             text=f"{name} is {form[name]}, the profile {target.name} has {wanted}",
             cure=f"--{name.replace('_', '-')}{'=' if name == 'mask_value' else ' '}{wanted}",
         )

@@ -310,6 +310,11 @@ def test_the_rows_that_suit_a_target_are_its_default_where_they_fit() -> None:
 @pytest.mark.parametrize(
     ("target", "given", "message"),
     [
+        (
+            "universal",
+            {"decode_attention": "apart"},
+            "--decode-attention is apart, which --target universal does not take; its own form is joined",
+        ),
         ("sophgo-bm1684x", {"opset": 18}, "--opset is 18, --target sophgo-bm1684x takes 13 .. 17"),
         (
             "mnn",
