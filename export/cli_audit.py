@@ -72,10 +72,10 @@ def _print(audit: Any) -> None:
             table.add_row(str(row["layer"]), *cells, "overflows" if row["overflows"] else "fits")
         console.print(table)
     if audit.float16 is not None:
-        a = audit.float16
+        a, law = audit.float16, audit.float16.law
         console.print(
-            f"float16 emulated, {a.rows} rows: top-1 {a.top1:.1%}, KL {a.kl:.2e}, smallest cosine {a.cosine:.6f}, "
-            f"largest difference {a.max_abs:.3g}" + (f"; {a.fault}" if a.fault else "")
+            f"float16 emulated, {law.positions} rows: top-1 {law.top1 / law.positions:.1%}, KL {law.kl:.2e}, smallest "
+            f"cosine {a.cosine:.6f}, largest difference {a.max_abs:.3g}" + (f"; {a.fault}" if a.fault else "")
         )
     console.print(f"{audit.bundle} for {audit.target}: {len(audit.findings)} findings")
     for finding in audit.findings:

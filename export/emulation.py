@@ -14,7 +14,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from rollkv.export.kit.replay import difference
 from rollkv.export.ranges import plain_session
+from rollkv.export.verify_float16 import Divergence, diverge
 from rollkv.runtime.backend import Array, Backend
 from rollkv.runtime.bundle import Bundle, GraphInfo
 from rollkv.runtime.sampling import NonFiniteLogits
@@ -23,12 +25,10 @@ from rollkv.runtime.session import Session
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Float16 against float32 over `rows` rows of logits. fault: what the emulation ran into, None when nothing."""
+    """Float16 against float32. fault: what the emulation ran into, None when nothing."""
 
-    rows: int
-    top1: float  # share of rows with the same largest logit
-    kl: float  # mean of KL(float32 || float16) in nats
-    cosine: float  # the smallest
+    law: Divergence
+    cosine: float  # the smallest of a row of logits
     max_abs: float  # the largest difference of a logit
     fault: str | None = None
 
@@ -111,31 +111,12 @@ def agreement(bundle: Bundle, exact: Backend, other: Backend, ids: Sequence[int]
         sides.append(rows)
     pairs = list(zip(*sides, strict=False))
     if not pairs:
-        return Agreement(rows=0, top1=0.0, kl=float("inf"), cosine=0.0, max_abs=float("inf"), fault=fault)
-    same = [bool(a.argmax() == b.argmax()) for a, b in pairs]
+        law = Divergence(kl=float("inf"), top1=0, near_ties=0, positions=1)
+        return Agreement(law=law, cosine=0.0, max_abs=float("inf"), fault=fault)
+    numbers = [difference(a, b) for a, b in pairs]
     return Agreement(
-        rows=len(pairs),
-        top1=sum(same) / len(pairs),
-        kl=float(np.mean([divergence(a, b) for a, b in pairs])),
-        cosine=min(cosine(a, b) for a, b in pairs),
-        max_abs=max(float(np.abs(a - b).max()) for a, b in pairs),
+        law=diverge(*zip(*pairs, strict=True)),
+        cosine=min(cosine for cosine, _, _ in numbers),
+        max_abs=max(largest for _, largest, _ in numbers),
         fault=fault,
     )
-
-
-def cosine(a: Array, b: Array) -> float:
-    """Cosine of the angle between two vectors; 0 when one of them is zero."""
-    lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(a @ b) / lengths if lengths else 0.0
-
-
-def divergence(a: Array, b: Array) -> float:
-    """KL(softmax(a) || softmax(b)) in nats (Kullback & Leibler 1951), of logits (V,) in float64."""
-    log_a, log_b = _log_softmax(a), _log_softmax(b)
-    return float(np.sum(np.exp(log_a) * (log_a - log_b)))
-
-
-def _log_softmax(x: Array) -> Array:
-    shifted = x - x.max()
-    result: Array = shifted - np.log(np.exp(shifted).sum())
-    return result

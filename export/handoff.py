@@ -27,7 +27,7 @@ from rollkv.export.handoff_readme import readmes
 from rollkv.export.handoff_runs import Recorded, Tap, calibration_stops, golden_stops, reach, record, served
 from rollkv.export.handoff_text import Corpus, HandoffError, read_corpus
 from rollkv.export.signature import options_of
-from rollkv.export.targets import Target
+from rollkv.export.targets import Target, differences
 from rollkv.export.write import FolderKind, check_output, replacing_folder, serialize
 from rollkv.runtime.backend import OrtBackend, import_onnxruntime
 from rollkv.runtime.bundle import Bundle, BundleError, GraphInfo, Manifest, hash_file
@@ -50,7 +50,6 @@ BUILD_SCRIPTS = {
     "npz": "build_generic.py",
 }
 COSINES = {"float32": 0.99999, "float16": 0.9999}  # precision -> least cosine of an output; others 0.99
-FREE_FORM = ("opset",)  # of a form: what any bundle may have within the profile's range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,13 +135,9 @@ def build_script(target: Target) -> str:
 
 def form_fault(m: Manifest, target: Target) -> str | None:
     """The first flag in which the bundle's graphs differ from a profile's form, in words."""
-    options = options_of(m)
-    for name, wanted in target.form().items():
-        has = getattr(options, name)
-        low, high = target.opsets
-        if (not low <= has <= high) if name in FREE_FORM else has != wanted:
-            allowed = f"{low} .. {high}" if name in FREE_FORM else str(wanted)
-            return f"--{name.replace('_', '-')} is {has}, {target.name} takes {allowed}"
+    for name, has, wanted in differences(dataclasses.asdict(options_of(m)), target):
+        allowed = f"{target.opsets[0]} .. {target.opsets[1]}" if name == "opset" else wanted
+        return f"--{name.replace('_', '-')} is {has}, {target.name} takes {allowed}"
     return None
 
 

@@ -14,7 +14,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from rollkv.export.audit import mask_operand_bytes
-from rollkv.export.targets import NORM_OPS, Target
+from rollkv.export.targets import NORM_OPS, Target, differences
 from rollkv.models.config import FLOAT16_MAX
 from rollkv.runtime.bundle import GraphInfo, Manifest
 
@@ -60,12 +60,12 @@ def form_findings(form: Mapping[str, object], target: Target) -> list[Finding]:
         Finding(
             graph="",
             rule="form",
-            level="refused" if (name, form[name]) in target.refused else "warning",
-            text=f"{name} is {form[name]}, the profile {target.name} has {wanted}",
+            level="refused" if (name, has) in target.refused else "warning",
+            text=f"{name} is {has}, the profile {target.name} has {wanted}",
             cure=f"--{name.replace('_', '-')}{'=' if name == 'mask_value' else ' '}{wanted}",
         )
-        for name, wanted in target.form().items()
-        if form[name] != wanted
+        for name, has, wanted in differences(form, target)
+        if name != "opset"  # what is out of range is a finding of each graph
     ]
 
 

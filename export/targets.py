@@ -6,6 +6,7 @@ A profile is where an export for that target starts; every field of its form can
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rollkv.runtime.manifest import NORMS
@@ -74,6 +75,19 @@ class Target:
         """The options of `signature.resolve` that the profile sets."""
         names = ("opset", "ids", "norm", "gqa", "rope", "input", "head", "kv_layout", "decode_attention", "dtype")
         return {name: getattr(self, name) for name in (*names, "mask_value")}
+
+
+def differences(form: Mapping[str, object], target: Target) -> list[tuple[str, object, object]]:
+    """Fields of a form that are not the target's: name, what it is, what the target has.
+
+    form: at least the fields of `Target.form`. An opset that the target takes is no difference.
+    """
+    low, high = target.opsets
+    return [
+        (name, form[name], wanted)
+        for name, wanted in target.form().items()
+        if form[name] != wanted and not (name == "opset" and low <= int(str(form[name])) <= high)
+    ]
 
 
 def _ops(*norms: str) -> frozenset[str]:

@@ -1,15 +1,13 @@
 """Trying a toolchain on a handed-off folder: compile, simulate, compare with the golden vectors.
 
-Runs the folder's own build script in the toolchain's environment, one graph at a time, and compares here, with NumPy.
-Knows handoff.json, the script's lines of JSON, and no tool. Rows of pads see nothing and mean nothing: what they give
-is left out of every comparison.
+Runs the folder's own build script in the toolchain's environment, one graph at a time, and compares as the folder's
+replay.py does. Knows handoff.json, the script's lines of JSON, and no tool.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from rollkv.export.kit.replay import difference, in_order, real_rows
 from rollkv.export.toolchains import Toolchain, ToolchainChoiceError, ToolchainError
 from rollkv.runtime.backend import Array
-from rollkv.runtime.manifest import SLOT_AXES
 
 FORMAT = 1
 DIVERGES = 0.9999  # cosine below which an output is named as the first to look at
@@ -82,7 +80,7 @@ def read_handoff(folder: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         known = data["format"] <= FORMAT
-        missing = [key for key in ("graphs", "golden", "kv_layout", "mask_value") if key not in data]
+        missing = [key for key in ("graphs", "golden", "golden_runs", "kv_layout", "mask_value") if key not in data]
         for graph in data.get("graphs", []):
             missing += [f"graphs[].{key}" for key in ("name", "file", "rows", "inputs", "outputs") if key not in graph]
     except (ValueError, TypeError, KeyError) as error:
@@ -120,7 +118,7 @@ def build_script(folder: Path, handoff: Mapping[str, Any], toolchain: Toolchain)
 def try_graph(
     folder: Path,
     handoff: Mapping[str, Any],
-    graph: Mapping[str, Any],
+    graph: dict[str, Any],
     toolchain: Toolchain,
     python: Path,
     build: Path,
@@ -130,9 +128,10 @@ def try_graph(
     """Compile, simulate and compare one graph.
 
     flags: more for the build script. build: where it writes. Raises ToolFailure when the tool fails or leaves out an
-    output.
+    output, ToolchainChoiceError before it is called for a golden file that cannot be read.
     """
     name = graph["name"]
+    golden = read_golden(folder, handoff, graph)
     script = build_script(folder, handoff, toolchain)
     base = [str(python), str(script), "--folder", str(folder), "--build", str(build), *flags, name]
     answers = []
@@ -152,7 +151,7 @@ def try_graph(
         peak_rss_mb=max(peaks, default=None),
         not_on_npu=answers[0]["not_on_npu"],
         runs=len(handoff["golden"][name]),
-        outputs=compare(folder, build, handoff, graph),
+        outputs=compare(golden, build, handoff, graph),
     )
 
 
@@ -199,68 +198,50 @@ def read_answer(line: str) -> dict[str, Any] | None:
     return answer if isinstance(answer, dict) and keys <= set(answer) else None
 
 
-def compare(folder: Path, build: Path, handoff: Mapping[str, Any], graph: Mapping[str, Any]) -> tuple[OutputError, ...]:
-    """What the tool computed against the golden outputs: layer by layer, keys before values, logits last.
+def read_golden(folder: Path, handoff: Mapping[str, Any], graph: Mapping[str, Any]) -> dict[tuple[str, str], Array]:
+    """(path of the run, output) -> what is expected. Reads the inputs too, for a tool may take an hour to miss one.
 
-    Raises ToolFailure for an output that was not written or has another shape, ToolchainChoiceError for a golden file
-    that is missing.
+    Raises ToolchainChoiceError for a file that is missing or damaged.
+    """
+    found = {}
+    for run in handoff["golden_runs"][graph["name"]]:
+        for part in ("inputs", "outputs"):
+            for value in graph[part]:
+                file = folder / run["path"] / part / f"{value['name']}.npy"
+                try:
+                    array = np.asarray(np.load(file, allow_pickle=False))
+                except (OSError, ValueError, EOFError) as error:
+                    raise ToolchainChoiceError(f"{file}: cannot be read: {error}; write the hand-off anew") from None
+                if part == "outputs":
+                    found[run["path"], value["name"]] = array
+    return found
+
+
+def compare(
+    golden: Mapping[tuple[str, str], Array], build: Path, handoff: Mapping[str, Any], graph: dict[str, Any]
+) -> tuple[OutputError, ...]:
+    """What the tool computed against the golden outputs, as the folder's own replay.py compares and orders them.
+
+    Raises ToolFailure for an output that was not written, cannot be read or has another shape.
     """
     name = graph["name"]
-    real = {sample: _real_rows(folder / sample, handoff, graph) for sample in handoff["golden"][name]}
     errors = []
-    for value in sorted(graph["outputs"], key=layer_order):
+    for value in in_order(graph["outputs"]):
         found = []
-        axis = _row_axis(value, handoff["kv_layout"], graph["rows"])
-        for sample in handoff["golden"][name]:
-            want = _golden(folder / sample / "outputs" / f"{value['name']}.npy")
-            made = build / "outputs" / name / Path(sample).name / f"{value['name']}.npy"
+        for run in handoff["golden_runs"][name]:
+            sample = Path(run["path"]).name
+            want = golden[run["path"], value["name"]]
+            made = build / "outputs" / name / sample / f"{value['name']}.npy"
             if not made.is_file():
-                raise ToolFailure(f"graph {name}: the tool gave no {value['name']} for {sample}", [])
-            got = np.load(made)
+                raise ToolFailure(f"graph {name}: the tool gave no {value['name']} for {run['path']}", [])
+            try:
+                got = np.load(made, allow_pickle=False)
+            except (OSError, ValueError, EOFError) as error:
+                raise ToolFailure(f"graph {name}: {made}: cannot be read: {error}", []) from None
             if got.shape != want.shape:
                 raise ToolFailure(f"graph {name}: {value['name']} has shape {got.shape}, golden is {want.shape}", [])
-            if axis is not None:
-                want, got = want.compress(real[sample], axis), got.compress(real[sample], axis)
-            found.append((*difference(want, got), Path(sample).name))
-        cosine, _, run = min(found, key=lambda item: item[0])
-        errors.append(OutputError(name=value["name"], cosine=cosine, max_abs=max(item[1] for item in found), run=run))
+            want, got = (real_rows(array, graph, run, value, dict(handoff)) for array in (want, got))
+            found.append((*difference(want, got)[:2], sample))
+        cosine, _, worst = min(found, key=lambda item: item[0])
+        errors.append(OutputError(name=value["name"], cosine=cosine, max_abs=max(item[1] for item in found), run=worst))
     return tuple(errors)
-
-
-def difference(want: Array, got: Array) -> tuple[float, float]:
-    """Cosine and largest absolute error, in float64; -1 and infinity for what is not finite."""
-    if not np.isfinite(got).all():
-        return -1.0, float("inf")
-    a, b = want.astype(np.float64).ravel(), got.astype(np.float64).ravel()
-    sizes = float(np.linalg.norm(a) * np.linalg.norm(b))
-    cosine = float(a @ b) / sizes if sizes else float(not a.any() and not b.any())
-    return min(cosine, 1.0), float(np.abs(a - b).max(initial=0.0))
-
-
-def layer_order(value: Mapping[str, Any]) -> tuple[float, str]:
-    """A sort key: keys and values by layer, then what comes out at the end."""
-    number = re.search(r"_(\d+)$", value["name"])
-    return (float(number[1]) if number and value["role"] in ("new_key", "new_value") else float("inf"), value["name"])
-
-
-def _real_rows(sample: Path, handoff: Mapping[str, Any], graph: Mapping[str, Any]) -> Array:
-    """(rows,): whether a row sees a slot in any mask. Rows of pads see none."""
-    real = np.zeros(graph["rows"], bool)
-    masks = [value["name"] for value in graph["inputs"] if value["role"].endswith("_mask")]
-    for mask in masks:
-        real |= (_golden(sample / "inputs" / f"{mask}.npy")[0, 0] > handoff["mask_value"] / 2).any(axis=-1)
-    return real if masks else np.ones(graph["rows"], bool)
-
-
-def _row_axis(value: Mapping[str, Any], kv_layout: str, rows: int) -> int | None:
-    """The axis of an output that has an entry for each row of the run; None: it has none."""
-    if value["role"] in ("new_key", "new_value"):
-        return SLOT_AXES[kv_layout][value["role"] == "new_value"]
-    return 1 if value["shape"][1] == rows and rows > 1 else None
-
-
-def _golden(file: Path) -> Array:
-    try:
-        return np.asarray(np.load(file))
-    except (OSError, ValueError, EOFError) as error:
-        raise ToolchainChoiceError(f"{file}: cannot be read: {error}; write the hand-off anew") from None

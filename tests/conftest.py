@@ -241,10 +241,9 @@ def text_bundle(text_source: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text for hand-offs of that bundle."""
-    from handoff_folders import TEXT
-
+    text = "the quick brown fox. hello, how are you?\ngrüße aus köln 你好世界 🙂🙃 don't stop\n\nnow\n" * 20
     file = tmp_path_factory.mktemp("data") / "täxt.txt"
-    file.write_text(TEXT, encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
     return file
 
 

@@ -11,7 +11,8 @@ import pytest
 from commands import Run, user_error
 from toolchain_folders import OUTPUTS, make_environment, make_folder
 
-from rollkv.export.toolchain_try import difference, layer_order, read_answer
+from rollkv.export.kit.replay import difference, in_order, real_rows
+from rollkv.export.toolchain_try import read_answer
 from rollkv.export.toolchains import TOOLCHAINS
 
 
@@ -84,14 +85,16 @@ def test_rows_of_pads_are_left_out_of_the_comparison(run: Run, tmp_path: Path) -
     assert "cosine of new_key_9 is 0." in err
 
 
-def test_the_slot_axis_goes_by_the_layout() -> None:
-    from rollkv.export.toolchain_try import _row_axis
-
-    key, value = ({"role": f"new_{kind}", "shape": [1, 2, 3, 4]} for kind in ("key", "value"))
-    assert [_row_axis(key, layout, 4) for layout in ("bskd", "bksd", "bksd-kt")] == [1, 2, 3]
-    assert [_row_axis(value, layout, 4) for layout in ("bskd", "bksd", "bksd-kt")] == [1, 2, 2]
-    assert _row_axis({"role": "logits", "shape": [1, 4, 9]}, "bskd", 4) == 1
-    assert _row_axis({"role": "logits", "shape": [1, 1, 9]}, "bskd", 4) is None
+@pytest.mark.parametrize(("layout", "key", "value"), [("bskd", 1, 1), ("bksd", 2, 2), ("bksd-kt", 3, 2)])
+def test_rows_of_pads_are_left_out_where_the_layout_has_them(layout: str, key: int, value: int) -> None:
+    array = np.arange(4**4).reshape(4, 4, 4, 4)
+    graph, run, handoff = {"rows": 4}, {"pads": 3}, {"kv_layout": layout}
+    for role, axis in (("new_key", key), ("new_value", value)):
+        real = real_rows(array, graph, run, {"role": role, "layer": 0}, handoff)
+        assert np.array_equal(real, np.moveaxis(array, axis, 0)[3:])
+    rows, last = np.arange(36).reshape(1, 4, 9), np.arange(9).reshape(1, 1, 9)
+    assert np.array_equal(real_rows(rows, graph, run, {"role": "logits"}, handoff), rows[0, 3:, None])
+    assert np.array_equal(real_rows(last, graph, run, {"role": "logits"}, handoff), last)
 
 
 def test_the_least_cosine_is_the_flag_then_the_folder_then_the_default(run: Run, tmp_path: Path) -> None:
@@ -116,16 +119,18 @@ def test_numbers_that_are_not_finite_diverge(run: Run, tmp_path: Path) -> None:
 
 
 def test_cosine_and_error_are_those_of_a_hand_calculation() -> None:
-    cosine, error = difference(np.array([3.0, 4.0], np.float32), np.array([4.0, 3.0], np.float32))
+    cosine, error, relative = difference(np.array([3.0, 4.0], np.float32), np.array([4.0, 3.0], np.float32))
     assert cosine == pytest.approx(24 / 25)
     assert error == 1
-    assert difference(np.zeros(3), np.zeros(3)) == (1.0, 0.0)
-    assert difference(np.zeros(3), np.ones(3)) == (0.0, 1.0)
-    assert difference(np.ones(2), np.array([1, np.nan])) == (-1.0, math.inf)
+    assert relative == pytest.approx(2**0.5 / 5)
+    assert difference(np.zeros(3), np.zeros(3)) == (1.0, 0.0, 0.0)
+    assert difference(np.zeros(3), np.ones(3))[:2] == (0.0, 1.0)
+    assert difference(np.ones(2), np.array([1, np.nan])) == (-1.0, math.inf, math.inf)
 
 
 def test_outputs_are_sorted_by_layer_and_keys_before_values() -> None:
-    assert [value["name"] for value in sorted(OUTPUTS, key=layer_order)][0::4] == ["new_key_9", "logits"]
+    names = [value["name"] for value in in_order(list(OUTPUTS))]
+    assert names == ["new_key_9", "new_value_9", "new_key_10", "new_value_10", "logits"]
 
 
 def test_a_tool_that_fails_shows_its_last_lines_and_exits_with_one(run: Run, tmp_path: Path) -> None:
@@ -225,10 +230,10 @@ def test_a_hand_off_that_lacks_a_part_is_refused(run: Run, tmp_path: Path) -> No
     (folder / "build.py").unlink()
     assert "build.py is missing; write the hand-off anew" in run("toolchain", "try", folder)[2]
     folder = make_folder(tmp_path / "g")
-    (folder / "golden" / "prefill" / "1" / "inputs" / "attention_mask.npy").write_bytes(b"x")
+    (folder / "golden" / "prefill" / "1" / "outputs" / "new_key_9.npy").write_bytes(b"x")
     code, _, err = run("toolchain", "try", folder)
     assert code == 2
-    assert "attention_mask.npy: cannot be read" in err
+    assert "new_key_9.npy: cannot be read" in err
     folder = make_folder(tmp_path / "h", golden={})
     assert user_error(run("toolchain", "try", folder)) == "handoff.json: no graph has golden runs"
 

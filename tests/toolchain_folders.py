@@ -14,10 +14,10 @@ from rollkv.export.toolchains import Toolchain, python_of
 ROWS, KV_LEN, SAMPLES = 4, 6, 3
 OUTPUTS = (
     {"name": "logits", "shape": [1, 1, 5], "dtype": "float32", "role": "logits"},
-    {"name": "new_key_10", "shape": [1, ROWS, 2, 3], "dtype": "float32", "role": "new_key"},
-    {"name": "new_value_10", "shape": [1, ROWS, 2, 3], "dtype": "float32", "role": "new_value"},
-    {"name": "new_key_9", "shape": [1, ROWS, 2, 3], "dtype": "float32", "role": "new_key"},
-    {"name": "new_value_9", "shape": [1, ROWS, 2, 3], "dtype": "float32", "role": "new_value"},
+    {"name": "new_key_10", "shape": [1, ROWS, 2, 3], "dtype": "float32", "role": "new_key", "layer": 10},
+    {"name": "new_value_10", "shape": [1, ROWS, 2, 3], "dtype": "float32", "role": "new_value", "layer": 10},
+    {"name": "new_key_9", "shape": [1, ROWS, 2, 3], "dtype": "float32", "role": "new_key", "layer": 9},
+    {"name": "new_value_9", "shape": [1, ROWS, 2, 3], "dtype": "float32", "role": "new_value", "layer": 9},
 )
 
 # A build script without a tool: it copies the golden outputs, and `EDIT` changes them.
@@ -74,6 +74,7 @@ def make_folder(folder: Path, code: str = "", **changes: Any) -> Path:
             }
         ],
         "golden": {"prefill": golden},
+        "golden_runs": {"prefill": [{"path": place, "pads": int(k == 0)} for k, place in enumerate(golden)]},
     }
     random = np.random.default_rng(0)
     for k, place in enumerate(golden):

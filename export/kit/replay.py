@@ -161,16 +161,26 @@ def real_rows(array: Array, graph: Value, run: Value, output: Value, handoff: Va
     return np.moveaxis(array, axis, 0)[run["pads"] :]
 
 
+def difference(wanted: Array, got: Array) -> tuple[float, float, float]:
+    """Cosine, largest absolute difference, and the difference's length over that of wanted, in float64.
+
+    What is not finite has a cosine of -1 and is infinitely far off.
+    """
+    a, b = wanted.astype(np.float64).ravel(), got.astype(np.float64).ravel()
+    if not np.isfinite(b).all():
+        return -1.0, float("inf"), float("inf")
+    size, other = float(np.sqrt(a @ a)), float(np.sqrt(b @ b))
+    cosine = min(1.0, float(a @ b) / (size * other)) if size and other else float(size == other)
+    off = float(np.sqrt((a - b) @ (a - b)))
+    return cosine, float(np.abs(a - b).max()) if a.size else 0.0, off / size if size else off
+
+
 def compare(wanted: Array, got: Array, least: float, most: float) -> tuple[str | None, str]:
     """What is wrong, or None; and the numbers as text."""
-    a, b = wanted.astype(np.float64).ravel(), got.astype(np.float64).ravel()
-    bad = int(b.size - np.isfinite(b).sum())
+    bad = int(got.size - np.isfinite(got).sum())
     if bad:
-        return f"{bad} of {b.size} numbers are not finite", "cosine nan"
-    size, other = float(np.sqrt(a @ a)), float(np.sqrt(b @ b))
-    cosine = float(a @ b) / (size * other) if size and other else float(size == other)
-    largest, difference = float(np.abs(a - b).max()), float(np.sqrt((a - b) @ (a - b)))
-    relative = difference / size if size else difference
+        return f"{bad} of {got.size} numbers are not finite", "cosine nan"
+    cosine, largest, relative = difference(wanted, got)
     line = f"cosine {cosine:.6f}  max abs {largest:.2e}  relative {relative:.2e}"
     if cosine < least - 1e-12:
         return f"cosine {cosine:.6f} is below {least:g}", line
