@@ -30,11 +30,11 @@ def need(name: str) -> None:
         pytest.skip(f"{TOOLCHAINS[name].requirement} is not installed ({fault}): rollkv toolchain install {name}")
 
 
-def handed(made: Bundle, folder: Path, name: str) -> Path:
+def handed(made: Bundle, folder: Path, name: str, samples: int = 2) -> Path:
     """A hand-off of a bundle without a tokenizer; its first chunk is padded."""
     text = folder.parent / "ids.jsonl"
     text.write_text(json.dumps({"ids": IDS}) + "\n")
-    hand_over(made, text, folder, TARGETS[TARGET[name]], samples=2)
+    hand_over(made, text, folder, TARGETS[TARGET[name]], samples=samples)
     return folder
 
 
@@ -66,9 +66,29 @@ def test_a_tool_takes_the_default_form_but_for_what_its_profile_refuses(
         assert all(graph["not_on_npu"]["Gather"] == 3 for graph in graphs)  # embedding, cos and sin, by ids
 
 
-def tried(name: str, folder: Path, run: Run) -> list[dict[str, Any]]:
+def test_sophgo_quantises_weights(bundle: Callable[..., Bundle], tmp_path: Path, run: Run) -> None:
+    need("sophgo")
+    made = bundle("llama", target=TARGETS["sophgo-bm1684x"], chunk_size=8)
+    tried("sophgo", handed(made, tmp_path / "hand off", "sophgo"), run, "--flag=--quantize=W8F16")
+
+
+def test_rknn_quantises_by_the_calibration_samples(bundle: Callable[..., Bundle], tmp_path: Path, run: Run) -> None:
+    """Held before the first attention: eight bits for scores beside -32768 keep nothing of a random model's scores."""
+    need("rknn")
+    made = bundle("llama", target=TARGETS["rk3588"], chunk_size=8)
+    folder = handed(made, tmp_path / "hand off", "rknn", samples=8)
+    _, out, err = run("toolchain", "try", folder, "--flag=--quantize=w8a8", "--json")
+    graphs = json.loads(out)["graphs"]
+    assert [graph["graph"] for graph in graphs] == ["prefill", "decode"], err
+    for graph in graphs:
+        cosines = {output["name"]: output["cosine"] for output in graph["outputs"]}
+        assert min(cosines["new_key_0"], cosines["new_value_0"]) > 0.99
+        assert "INT8     NPU" in (folder / "build" / f"{graph['graph']}.log").read_text(encoding="utf-8")
+
+
+def tried(name: str, folder: Path, run: Run, *flags: str) -> list[dict[str, Any]]:
     """What `rollkv toolchain try` says of each graph."""
-    code, out, err = run("toolchain", "try", folder, "--cosine", "0.999", "--json")
+    code, out, err = run("toolchain", "try", folder, *flags, "--cosine", "0.999", "--json")
     assert code == 0, err
     graphs: list[dict[str, Any]] = json.loads(out)["graphs"]
     assert [graph["graph"] for graph in graphs] == ["prefill", "decode"]

@@ -95,11 +95,12 @@ def on_cpu(text: str) -> dict[str, int] | None:
 
 
 def calibration(job: Job) -> str:
-    """The list of samples with full paths, which the tool takes from any folder."""
+    """The list of samples. Its paths go through a link: the tool divides a line at blanks, the folder's own too."""
     listed = job.folder / job.handoff["calibration"]["graphs"][job.name]["list"]
-    lines = listed.read_text(encoding="utf-8").splitlines()
+    Path("folder").symlink_to(job.folder, target_is_directory=True)
+    lines = [line.split() for line in listed.read_text(encoding="utf-8").splitlines()]
     Path("dataset.txt").write_text(
-        "".join(" ".join(str(job.folder / path) for path in line.split()) + "\n" for line in lines), encoding="utf-8"
+        "".join(" ".join(f"folder/{path}" for path in line) + "\n" for line in lines), encoding="utf-8"
     )
     return "dataset.txt"
 
