@@ -62,7 +62,7 @@ def add_export_flags(export: argparse.ArgumentParser) -> None:
         "--projections",
         choices=("separate", "joined"),
         help="products as the checkpoint has them, or those of q, k, v and of gate, up as one each, with norms and the "
-        f"scale of the scores folded in (default {DEFAULT_PROJECTIONS})",
+        f"scale of the scores folded in (default {DEFAULT_PROJECTIONS}, or the target's)",
     )
     export.add_argument("--no-simplify", action="store_true", help="leave onnxsim out")
 

@@ -126,8 +126,8 @@ def resolve(
 
     chunk_size: c, or several, in any order. context_buckets: visible lengths below C, in any order. speculate: rows of
     a prefill graph with the logits of every row. target: whose form stands where a form is None; without one it is
-    that of `DEFAULT_FORM`. projections: by default separate
-    for a target, else that of `default_projections`.
+    that of `DEFAULT_FORM`. projections: by default the target's where the model has that form, without a target that
+    of `default_projections`.
     Raises ExportError that names the flag, what was given and what is allowed.
     """
     given = {
@@ -199,7 +199,8 @@ def resolve(
             f"--opset is {form['opset']}, but --norm native needs RMSNormalization: allowed from {NATIVE_OPSET}"
         )
     if projections is None:
-        projections = "separate" if target is not None else default_projections(config)
+        projections = default_projections(config) if target is None else target.projections
+        projections = projections if can_be_joined(config) else "separate"
     if projections not in PROJECTIONS:
         raise ExportError(f"--projections is {projections!r}, allowed: {', '.join(PROJECTIONS)}")
     if projections == "joined" and not can_be_joined(config):

@@ -143,6 +143,20 @@ def test_the_manifest_says_the_form_and_the_options_are_read_back(bundle: Callab
         assert options_of(m).projections == form
 
 
+def test_a_target_that_wants_the_joined_form_gets_it_where_the_model_has_it(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from rollkv.export.signature import resolve
+    from rollkv.export.targets import TARGETS
+
+    llama, gemma = (open_checkpoint(str(path)).config for path in (checkpoint("llama"), gemma4_models.save(tmp_path)))
+    htp = TARGETS["qualcomm-htp"]
+    assert resolve(llama, target=htp).projections == "joined"
+    assert resolve(llama, target=htp, projections="separate").projections == "separate"
+    assert resolve(llama, target=TARGETS["rk3588"]).projections == "separate"
+    assert resolve(gemma, target=htp).projections == "separate"
+
+
 def test_a_manifest_without_the_key_is_of_the_separate_form(
     bundle: Callable[..., Bundle], checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
