@@ -123,14 +123,19 @@ def test_a_call_of_rknn_that_returns_minus_one_is_an_error() -> None:
         module("rknn").check(-1, "build")
 
 
-def test_the_list_of_calibration_samples_gets_full_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "calibration" / "prefill").mkdir(parents=True)
-    (tmp_path / "calibration" / "prefill" / "dataset.txt").write_text("a/0.npy b/0.npy\na/1.npy b/1.npy\n")
+def test_the_list_of_calibration_samples_has_no_blanks_in_its_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, scratch = tmp_path / "hand off", tmp_path / "scratch"
+    (folder / "calibration" / "prefill").mkdir(parents=True)
+    (folder / "calibration" / "prefill" / "dataset.txt").write_text("a/0.npy b/0.npy\na/1.npy b/1.npy\n")
+    scratch.mkdir()
+    monkeypatch.chdir(scratch)
     graphs = {"prefill": {"list": "calibration/prefill/dataset.txt"}}
-    job = SimpleNamespace(folder=tmp_path, name="prefill", handoff={"calibration": {"graphs": graphs}})
+    job = SimpleNamespace(folder=folder, name="prefill", handoff={"calibration": {"graphs": graphs}})
     lines = Path(module("rknn").calibration(job)).read_text().splitlines()
-    assert lines == [f"{tmp_path}/a/{k}.npy {tmp_path}/b/{k}.npy" for k in (0, 1)]
+    paths = [[Path(path).resolve() for path in line.split()] for line in lines]
+    assert paths == [[folder / name / f"{k}.npy" for name in "ab"] for k in (0, 1)]
 
 
 def test_names_of_tpu_mlir_are_matched_whole() -> None:
