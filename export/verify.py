@@ -233,7 +233,7 @@ def compare(
     same = near = 0
     for a, b in zip(wanted.logits, got.logits, strict=True):
         largest, error = float(np.abs(a).max()), float(np.abs(a - b).max())
-        max_abs, relative = _worst(max_abs, error), _worst(relative, error / largest)
+        max_abs, relative = _worst(max_abs, error), _worst(relative, _share(error, largest))
         if a.argmax() == b.argmax():
             same += 1
         elif a.max() - a[b.argmax()] < bound * largest:
@@ -296,7 +296,14 @@ def text_rows(bundle: Bundle, engine: Backend, c: int, reference: Reference) -> 
 def _relative(wanted: Array, got: Array) -> float:
     """Largest difference over the largest of wanted; the tail, as transformers keeps a sliding layer's window only."""
     tail = min(len(wanted), len(got))
-    return float(np.abs(wanted[-tail:] - got[-tail:]).max() / np.abs(wanted).max())
+    return _share(float(np.abs(wanted[-tail:] - got[-tail:]).max()), float(np.abs(wanted).max()))
+
+
+def _share(error: float, largest: float) -> float:
+    """error / largest. Where all that is wanted is zero, as after a token whose embedding is: 0, or infinite."""
+    if largest == 0:
+        return _worst(0.0, error * np.inf) if error else 0.0
+    return error / largest
 
 
 def _worst(*errors: float) -> float:

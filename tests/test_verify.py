@@ -216,6 +216,21 @@ def test_nan_never_passes_a_bound() -> None:
     assert row.fault is not None
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_reference_that_is_all_zero_is_met_by_zero_alone() -> None:
+    """As after a lone token whose embedding is zero: families that name a pad id have such a row."""
+    zero = {0: np.zeros((1, 2, 3))}
+    wanted = reference.Trail([np.zeros(3)], zero, zero)
+    same = verify.compare("graph", 1, wanted, wanted, 1e-4)
+    assert (same.relative, same.kv_relative, same.fault) == (0.0, 0.0, None)
+    logits = verify.compare("graph", 1, wanted, reference.Trail([np.array([0.0, 1e-9, 0.0])], zero, zero), 1e-4)
+    assert logits.fault == "logits are off by 1e-09, inf of the largest (bound 1e-04)"
+    keys = verify.compare("graph", 1, wanted, reference.Trail([np.zeros(3)], {0: np.ones((1, 2, 3))}, zero), 1e-4)
+    assert str(keys.fault).startswith("new keys or values of layer 0 are off by inf")
+    nothing = verify.compare("graph", 1, wanted, reference.Trail([np.full(3, np.nan)], zero, zero), 1e-4)
+    assert nothing.fault is not None
+
+
 def test_a_different_argmax_passes_only_as_a_near_tie() -> None:
     wanted = reference.Trail([np.array([10.0, 9.99999, 0.0])])
     near = verify.compare("graph", 1, wanted, reference.Trail([np.array([9.99999, 10.0, 0.0])]), 1e-4)
