@@ -152,8 +152,10 @@ Known of this target, with the source of each; the licence of the tool governs i
         "embeds": "**Embeddings** are looked up on the host: `manifest.embedding` in `handoff.json` names the "
         "table's "
         "file, shape, type and scale (multiply each row by it, in float32).",
-        "rope_cos": "**cos, sin** are fed: angle i of position p is p * inv_freq[i], times attention_scaling after "
-        "cos and sin; the row holds the rotary_dim / 2 numbers twice. `manifest.rope` has them. Compute in float64.",
+        "rope_cos": "**cos, sin** are fed: angle i of position p is float32(p) * float32(inv_freq[i]), the product "
+        "rounded to float32 as in the model's own code (an exact one is another angle far out); cos and sin of it, in "
+        "float32 or better, times attention_scaling; the row holds the rotary_dim / 2 numbers twice. `manifest.rope` "
+        "has them.",
         "rope_query_scale": "**Query scale**, fed: 1 + beta ln(1 + floor(p / length)), as `query_scale` of "
         "`manifest.rope` says.",
         "hidden_states": "**Head.** logits = hidden state @ head table, transposed, plus `manifest.head_bias`, times "
@@ -320,9 +322,9 @@ P 是到目前为止已经通过的真实 token 数。c 是当前运行的图的
     host_parts={
         "embeds": "**Embedding** 由主机查表：`handoff.json` 的 `manifest.embedding` 给出表的文件、形状、类型和 "
         "scale（用 float32 乘到每一行）。",
-        "rope_cos": "**cos、sin** 由主机输入：位置 p 的第 i 个角为 p * inv_freq[i]，取 cos、sin 后乘以 "
-        "attention_scaling；"
-        "每行把这 rotary_dim / 2 个数写两遍。见 `manifest.rope`。请用 float64 计算。",
+        "rope_cos": "**cos、sin** 由主机输入：位置 p 的第 i 个角为 float32(p) * float32(inv_freq[i])，"
+        "乘积按模型自身代码舍入到 float32（位置很大时精确乘积是另一个角）；以 float32 或更高精度取 cos、sin 后乘以 "
+        "attention_scaling；每行把这 rotary_dim / 2 个数写两遍。见 `manifest.rope`。",
         "rope_query_scale": "**Query 系数**由主机输入：1 + beta ln(1 + floor(p / length))，见 `manifest.rope` 的 "
         "`query_scale`。",
         "hidden_states": "**Head。** logits = 隐藏状态 @ head 表的转置，再按 manifest 中给出的 `head_bias`、"

@@ -19,6 +19,7 @@ from bundle_exports import content
 from rollkv.export import handoff
 from rollkv.export.handoff import build_script, hand_over
 from rollkv.export.handoff_data import WRITERS
+from rollkv.export.handoff_words import CHINESE, ENGLISH, Words
 from rollkv.export.targets import TARGETS
 from rollkv.runtime.bundle import Bundle
 
@@ -155,6 +156,16 @@ def test_a_readme_has_the_notes_of_the_target(name: str, text_bundle: Bundle, te
         text = (tmp_path / "out" / page).read_text("utf-8")
         assert all(note.text in text and note.source in text for note in TARGETS[name].notes)
         assert TARGETS[name].tool is None or str(TARGETS[name].tool) in text
+
+
+@pytest.mark.parametrize("words", [ENGLISH, CHINESE], ids=["en", "zh"])
+def test_a_readme_has_the_contract_s_formulas_of_what_the_host_feeds(words: Words) -> None:
+    contract = (Path(__file__).parent.parent / "docs" / "contract.md").read_text(encoding="utf-8")
+    angle, scale = "float32(p) * float32(inv_freq[i])", "1 + beta ln(1 + floor(p / length))"
+    assert angle in contract
+    assert scale in contract
+    assert angle in words.host_parts["rope_cos"]
+    assert scale in words.host_parts["rope_query_scale"]
 
 
 def test_every_target_has_a_writer_and_a_script() -> None:
