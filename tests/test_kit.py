@@ -138,6 +138,28 @@ def test_the_list_of_calibration_samples_has_no_blanks_in_its_paths(
     assert paths == [[folder / name / f"{k}.npy" for name in "ab"] for k in (0, 1)]
 
 
+def test_each_graph_is_compiled_in_an_empty_folder_that_goes(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "f")
+    data = json.loads((folder / "handoff.json").read_text())
+    data["graphs"].append({**data["graphs"][0], "name": "decode"})
+    (folder / "handoff.json").write_text(json.dumps(data))
+    code = (
+        "import sys, os\n"
+        f"sys.path.insert(0, {str(KIT)!r})\n"
+        "from jobs import main\n"
+        "def compile_graph(job):\n"
+        "    assert os.listdir() == []\n"
+        "    os.symlink(job.folder, 'folder')\n"
+        "sys.exit(main('', {}, compile_graph, compile_graph))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--folder", str(folder)], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["graph"] for line in done.stdout.splitlines()] == ["prefill", "decode"]
+    assert list((folder / "build").iterdir()) == []
+
+
 def test_names_of_tpu_mlir_are_matched_whole() -> None:
     kit = module("sophgo")
     files = ["new_key_1_Add_f32", "new_key_10_Add_f32", "logits"]

@@ -97,10 +97,10 @@ def main(
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # also what a tool's own code prints
     lines = []
-    with tempfile.TemporaryDirectory(dir=build) as scratch:  # tools leave files where they are started
-        before = os.getcwd()
-        os.chdir(scratch)
-        for name in options.graphs or graphs:
+    before = os.getcwd()
+    for name in options.graphs or graphs:
+        with tempfile.TemporaryDirectory(dir=build) as scratch:  # tools leave files where they are started
+            os.chdir(scratch)
             started = time.perf_counter()
             job = Job(folder, build, handoff, graphs[name], options)
             (simulate_graph if options.simulate else compile_graph)(job)
@@ -109,6 +109,6 @@ def main(
             if job.compile_seconds is not None:
                 line["compile_seconds"] = round(job.compile_seconds, 2)
             lines.append(json.dumps(line))
-        os.chdir(before)
+            os.chdir(before)
     print("\n".join(lines), file=answers, flush=True)
     return 0
