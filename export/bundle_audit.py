@@ -157,7 +157,6 @@ def _range_findings(ranges: Ranges, mask_value: float, target: Target) -> Iterat
 def _float16_findings(a: Agreement, target: Target) -> Iterator[Finding]:
     if target.precision != "float16":
         return
-    share = a.law.top1 / a.law.positions
-    if a.fault is not None or not (share >= 1 - MISSES and a.law.kl <= KL):
-        said = a.fault or f"top-1 {share:.1%} (needed {1 - MISSES:.0%}), KL {a.law.kl:.2e} (allowed {KL:g})"
+    if a.fault is not None or not (a.top1 >= 1 - MISSES and a.law.kl <= KL):
+        said = a.fault or f"top-1 {a.top1:.1%} (needed {1 - MISSES:.0%}), KL {a.law.kl:.2e} (allowed {KL:g})"
         yield Finding(graph="", rule="float16", level="refused", text=f"emulated float16 is not the same model: {said}")

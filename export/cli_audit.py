@@ -74,7 +74,7 @@ def _print(audit: Any) -> None:
     if audit.float16 is not None:
         a, law = audit.float16, audit.float16.law
         console.print(
-            f"float16 emulated, {law.positions} rows: top-1 {law.top1 / law.positions:.1%}, KL {law.kl:.2e}, smallest "
+            f"float16 emulated, {law.positions} rows: top-1 {a.top1:.1%}, KL {law.kl:.2e}, smallest "
             f"cosine {a.cosine:.6f}, largest difference {a.max_abs:.3g}" + (f"; {a.fault}" if a.fault else "")
         )
     console.print(f"{audit.bundle} for {audit.target}: {len(audit.findings)} findings")

@@ -32,6 +32,11 @@ class Agreement:
     max_abs: float  # the largest difference of a logit
     fault: str | None = None
 
+    @property
+    def top1(self) -> float:
+        """Share of the rows whose largest logit is the same one; near ties are not excused. 0 without rows."""
+        return self.law.top1 / max(1, self.law.positions)
+
 
 class Float16Backend:
     """Runs the graphs of a bundle with every value rounded to float16."""
@@ -111,7 +116,7 @@ def agreement(bundle: Bundle, exact: Backend, other: Backend, ids: Sequence[int]
         sides.append(rows)
     pairs = list(zip(*sides, strict=False))
     if not pairs:
-        law = Divergence(kl=float("inf"), top1=0, near_ties=0, positions=1)
+        law = Divergence(kl=float("inf"), top1=0, near_ties=0, positions=0)
         return Agreement(law=law, cosine=0.0, max_abs=float("inf"), fault=fault)
     numbers = [difference(a, b) for a, b in pairs]
     return Agreement(

@@ -199,8 +199,7 @@ def resolve(
             f"--opset is {form['opset']}, but --norm native needs RMSNormalization: allowed from {NATIVE_OPSET}"
         )
     if projections is None:
-        projections = default_projections(config) if target is None else target.projections
-        projections = projections if can_be_joined(config) else "separate"
+        projections = default_projections(config, None if target is None else target.projections)
     if projections not in PROJECTIONS:
         raise ExportError(f"--projections is {projections!r}, allowed: {', '.join(PROJECTIONS)}")
     if projections == "joined" and not can_be_joined(config):

@@ -36,9 +36,9 @@ def can_be_joined(config: DecoderConfig) -> bool:
     return config.gemma4 is None
 
 
-def default_projections(config: DecoderConfig) -> str:
-    """The form of an export that names none: DEFAULT_PROJECTIONS where the model has it."""
-    return DEFAULT_PROJECTIONS if can_be_joined(config) else "separate"
+def default_projections(config: DecoderConfig, wanted: str | None = None) -> str:
+    """The form of an export that names none: `wanted`, else DEFAULT_PROJECTIONS, where the model has it."""
+    return (wanted or DEFAULT_PROJECTIONS) if can_be_joined(config) else "separate"
 
 
 def joined_projections(config: DecoderConfig, layer: LayerConfig) -> Projections:
