@@ -90,8 +90,9 @@ def add_form_flags(export: argparse.ArgumentParser) -> None:
     )
     export.add_argument(
         "--head",
-        choices=("last", "all", "none"),
-        help="rows of logits; none: the graphs give the last hidden row, which the host multiplies (default last)",
+        choices=("last", "all", "none", "split"),
+        help="rows of logits; none: the graphs give the last hidden row, which the host multiplies; split: which a "
+        "graph of its own, head.onnx, takes (default last)",
     )
     export.add_argument(
         "--norm",

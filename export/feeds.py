@@ -38,17 +38,42 @@ def feed_fault(session: Session, recorder: RecordingBackend, ids: Sequence[int])
     """
     m = session.manifest
     session.prefill(ids)
-    pads = sum(graph.rows for graph, _, _ in recorder.runs) - len(ids)  # all of them in the first run
-    if not 0 <= pads < recorder.runs[0][0].rows:
-        return f"the runs of a prompt of {len(ids)} have {pads} rows more, the first of them {recorder.runs[0][0].rows}"
-    if session.room():
+    prompt = [run for run in recorder.runs if run[0].role != "head"]
+    pads = sum(graph.rows for graph, _, _ in prompt) - len(ids)  # all of them in the first run
+    if not 0 <= pads < prompt[0][0].rows:
+        return f"the runs of a prompt of {len(ids)} have {pads} rows more, the first of them {prompt[0][0].rows}"
+    steps = min(1, session.room())
+    if steps:
         session.decode(0)
+    if m.head_graph is not None and (fault := _check_head_runs(recorder.runs, len(prompt), steps)):
+        return fault
     past = 0
     for graph, feeds, outputs in recorder.runs:
+        if graph.role == "head":
+            continue
         fault = _check_feeds(m, graph, feeds, past, pads) or _check_hidden(recorder.inner, m, graph, feeds, outputs)
         if fault:
             return fault
         past, pads = past + graph.rows - pads, 0
+    return None
+
+
+def _check_head_runs(
+    runs: Sequence[tuple[GraphInfo, dict[str, Array], dict[str, Array]]], prompt: int, steps: int
+) -> str | None:
+    """The head runs after the last run of the prompt, and after each step, on the hidden state that came out there.
+
+    runs: all, in order. prompt: how many of them took the prompt.
+    """
+    wanted = [False] * (prompt - 1) + [False, True] * (1 + steps)
+    if [graph.role == "head" for graph, _, _ in runs] != wanted:
+        return f"the graphs run are {', '.join(graph.file for graph, _, _ in runs)}: the head runs for the last row alone"
+    for (graph, _, outputs), (head, feeds, _) in zip(runs, runs[1:], strict=False):
+        if head.role != "head":
+            continue
+        name = next(value.name for value in graph.outputs if value.role == "hidden_states")
+        if not np.array_equal(feeds[head.inputs[0].name], outputs[name]):
+            return f"graph {head.file} is fed another hidden state than {graph.file} gave"
     return None
 
 

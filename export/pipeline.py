@@ -13,6 +13,7 @@ from onnx.helper import find_min_ir_version_for, make_opsetid
 
 from rollkv.export.audit import AuditError, audit_graph
 from rollkv.export.background import Background, WeightsWriter
+from rollkv.export.head_graph import head_graphs
 from rollkv.export.names import plain_names
 from rollkv.export.passes import passes_for, run_passes
 from rollkv.export.signature import ExportOptions, graph_inputs, graph_outputs, kv_pairs, layer_infos
@@ -57,7 +58,8 @@ def export_bundle(checkpoint: Checkpoint, options: ExportOptions, output: Path, 
         report("trace", 0, 1)
         with WeightsWriter(folder, weights, tables, placed, table_files(hosted), total) as writing:
             writing.start()
-            sizes = [info.rows for info in manifest.graphs], [info.kv_len for info in manifest.graphs]
+            driven = manifest.driven
+            sizes = [info.rows for info in driven], [info.kv_len for info in driven]
             traced = trace_graphs(config, options, *sizes)
             for done, (info, graph) in enumerate(zip(manifest.graphs, traced, strict=True)):
                 writing.check()
@@ -101,6 +103,7 @@ def describe(checkpoint: Checkpoint, options: ExportOptions, sha256: str | None 
         for kv_len in reversed(lengths)  # a reader of one length finds that of C first
         if rows <= kv_len
     ]
+    graphs += head_graphs(config, options, ir_version(options.opset))
     tables = {name: table.info for name, table in host_tables(checkpoint, options).items()}
     looked_up = {} if options.rope == "feed" else table_shapes(config)
     stored = [*(weight.shape for weight in graph_weights(checkpoint, options)), *looked_up.values()]

@@ -3,7 +3,7 @@
 `Reference` shares nothing with this project but what transformers does not know: the settings of a GGUF file, which it
 reads in part, and the order in which keys of interleaved rotations are cached here. `LiteralHost` shares with the
 session that it is compared with the plain functions alone: padding, the full causal mask and its cutting, the roll by
-concatenation. The two backends run this project's decoder and its graph before the passes.
+concatenation.
 """
 
 from __future__ import annotations
@@ -18,20 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import torch
 from numpy.typing import NDArray
 
 from rollkv.export.host_forms import fed_rotation, head_product
-from rollkv.export.signature import ExportOptions
-from rollkv.export.trace import make_decoder
-from rollkv.models.checkpoint import Checkpoint, load_decoder
+from rollkv.models.checkpoint import Checkpoint
 from rollkv.models.config import CheckpointError, DecoderConfig
 from rollkv.models.hf_files import read_json
 from rollkv.models.tensor_views import half_order
 from rollkv.models.wrappers import WRAPPERS
 from rollkv.runtime.align import pad_left
-from rollkv.runtime.backend import Array, Backend, import_onnxruntime
+from rollkv.runtime.backend import Array, Backend
 from rollkv.runtime.bundle import SLOT_AXES, Bundle, GraphInfo
 from rollkv.runtime.cache import roll
 from rollkv.runtime.embedding import EmbeddingTable
@@ -227,45 +224,6 @@ def _in_halves(keys: Array, config: DecoderConfig, layer: int) -> Array:
     return keys[..., half_order(1, head_dim, rotary)] if rotary else keys
 
 
-class TorchBackend:
-    """The torch decoder with the checkpoint's weights, behind the runtime's protocol."""
-
-    def __init__(self, checkpoint: Checkpoint, options: ExportOptions) -> None:
-        self._decoder = make_decoder(checkpoint.config, options, options.chunk_size).eval()
-        load_decoder(self._decoder, checkpoint, options.max_kvcache_len)
-
-    @torch.no_grad()
-    def run(self, graph: GraphInfo, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """See Backend.run."""
-        self._decoder.head.rows = graph.head  # its weights are the same for both
-        values = self._decoder({name: torch.from_numpy(array) for name, array in feeds.items()})
-        return {value.name: values[value.name].numpy() for value in graph.outputs}
-
-
-class WeightlessBackend:
-    """Graphs whose weights are inputs, as they were traced, in ONNX Runtime without its optimisations."""
-
-    def __init__(self, graphs: Mapping[str, onnx.ModelProto], weights: Mapping[str, Array], threads: int) -> None:
-        onnxruntime = import_onnxruntime()
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = 3
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        self._sessions = {
-            file: onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-            for file, model in graphs.items()
-        }
-        self._weights = weights
-
-    def run(self, graph: GraphInfo, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """See Backend.run."""
-        session = self._sessions[graph.file]
-        taken = {value.name for value in session.get_inputs()}
-        weights = {name: array for name, array in self._weights.items() if name in taken}
-        names = [value.name for value in graph.outputs]
-        return dict(zip(names, session.run(names, {**weights, **feeds}), strict=True))
-
-
 class LiteralHost:
     """The host as the contract words it for a first prompt: the full mask is cut, the cache is concatenated."""
 
@@ -373,6 +331,10 @@ class LiteralHost:
 
     def _logits(self, made: Array) -> Array:
         """The logits (V,) of the last row, out of what a run gave."""
+        head = self._m.head_graph
+        if head is not None:
+            outputs = self._backend.run(head, {head.inputs[0].name: made[None]})
+            return np.array(outputs[head.outputs[0].name][0, -1])
         whole = made if self._m.head_table is None else head_product(self._bundle, made)
         last: Array = whole[-1]
         return last

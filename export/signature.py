@@ -31,7 +31,7 @@ FLOAT16_SMALLEST = 2.0**-14  # normal number; a compiler may take less for zero
 FORMS: dict[str, tuple[Any, ...]] = {
     "kv_layout": KV_LAYOUTS,
     "ids": ("int32", "int64"),
-    "head": ("last", "all", "none"),
+    "head": ("last", "all", "none", "split"),
     "input": ("ids", "embeds"),
     "decode_attention": DECODE_ATTENTIONS,
     "opset": OPSETS,
@@ -95,7 +95,9 @@ class ExportOptions:
 
     def head_of(self, rows: int) -> str:
         """Of which rows the graph of `rows` rows has logits: "last" or "all"; "none": it has hidden states."""
-        return "all" if rows == self.speculate else self.head
+        if rows == self.speculate:
+            return "all"
+        return "none" if self.head == "split" else self.head
 
 
 def resolve(
@@ -212,9 +214,10 @@ def resolve(
             f"--norm is {form['norm']}, but with --dtype float16 its eps of {config.norm_eps:.6g} is less than the "
             f"smallest normal float16, {FLOAT16_SMALLEST:.3g}; allowed: rowmax, or native from --opset {NATIVE_OPSET}"
         )
-    if form["head"] == "none" and speculate is not None:
+    if form["head"] in ("none", "split") and speculate is not None:
         raise ExportError(
-            f"--speculate is {speculate}, but --head none gives the hidden state of the last row alone; allowed: either"
+            f"--speculate is {speculate}, but --head {form['head']} gives the hidden state of the last row alone; "
+            "allowed: either"
         )
     if config.experts is not None and config.experts.count == 1:
         simplify = False  # softmax over one expert is 1 whatever the router: onnxsim would take its weight away
@@ -241,19 +244,19 @@ def options_of(m: Manifest) -> ExportOptions:
     It does not show whether the rows of the graph for speculation were among the chunk sizes: here they are.
     """
     prefills = [graph for graph in m.graphs if graph.role == "prefill"]
-    prefill, head = prefills[0], next(graph.head for graph in m.graphs if graph.role == "decode")
+    prefill, rows = prefills[0], next(graph.head for graph in m.graphs if graph.role == "decode")
     return ExportOptions(
         max_lm_input_len=m.max_lm_input_len,
         chunk_sizes=tuple(m.prefill_rows),
         max_kvcache_len=m.max_kvcache_len,
         context_buckets=tuple(m.kv_lens[:-1]),
-        speculate=next((graph.rows for graph in prefills if graph.head != head), None),
+        speculate=next((graph.rows for graph in prefills if graph.head != rows), None),
         kv_layout=m.kv_layout,
         decode_attention=m.decode_attention,
         projections=m.projections,
         ids=next((v.dtype for v in prefill.inputs if v.role in ("ids", "position_ids")), "int32"),
         input=next(v.role for v in prefill.inputs if v.role in ("ids", "embeds")),
-        head=head,
+        head="split" if m.head_graph is not None else rows,
         mask_value=m.mask_value,
         opset=prefill.opset,
         norm=m.norm,
@@ -364,9 +367,9 @@ def graph_inputs(
 
 def graph_outputs(config: DecoderConfig, options: ExportOptions, rows: int) -> list[ValueInfo]:
     """Outputs of the graph of `rows` rows, in order."""
-    role = "hidden_states" if options.head == "none" else "logits"
-    width = config.hidden_size if options.head == "none" else config.vocab_size
-    shape = [1, rows if options.head_of(rows) == "all" else 1, width]
+    head = options.head_of(rows)
+    role, width = ("hidden_states", config.hidden_size) if head == "none" else ("logits", config.vocab_size)
+    shape = [1, rows if head == "all" else 1, width]
     values = [ValueInfo(name=role, shape=shape, dtype=options.dtype, role=role)]
     return values + _cache_values("new", layer_infos(config, options), options, rows)
 

@@ -22,10 +22,11 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
+from rollkv.export.head_graph import head_values
 from rollkv.export.signature import ExportOptions, graph_inputs, graph_outputs
 from rollkv.models.attention import CacheForm
 from rollkv.models.config import DecoderConfig
-from rollkv.models.decoder import Call, Decoder
+from rollkv.models.decoder import Call, Decoder, HeadAlone
 from rollkv.runtime.bundle import ValueInfo
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ def trace_graphs(
     """A graph for each number of rows, at TRACED_OPSET, with the parameters as inputs after those of the signature.
 
     It is a float32 graph with plain norms, whatever the options say: other forms of both are passes. kv_lens: the
-    visible length of each, by default C. One pass of the exporter traces the parts of all graphs: a third
-    of its time is setting up.
+    visible length of each, by default C. With `--head split` the graph of the head is one more, the last. One pass of
+    the exporter traces the parts of all graphs: a third of its time is setting up.
     """
     with _uncollected():
         return _trace_graphs(config, replace(options, dtype="float32"), rows, kv_lens)
@@ -92,12 +93,16 @@ def _trace_graphs(
     config: DecoderConfig, options: ExportOptions, rows: Sequence[int], kv_lens: Sequence[int] | None
 ) -> list[onnx.ModelProto]:
     with torch.device("meta"):
-        decoders = [make_decoder(config, options, count).eval() for count in rows]
+        decoders: list[Decoder | HeadAlone] = [make_decoder(config, options, count).eval() for count in rows]
+        if options.head == "split":
+            decoders.append(HeadAlone(config).eval())
     lengths = [options.max_kvcache_len] * len(rows) if kv_lens is None else kv_lens
     signatures = [
         (graph_inputs(config, options, count, kv_len), graph_outputs(config, options, count))
         for count, kv_len in zip(rows, lengths, strict=True)
     ]
+    if options.head == "split":
+        signatures.append(head_values(config, options))
     with torch.no_grad():
         values = [
             _shapes(decoder, {value.name: _meta(value) for value in inputs})
@@ -107,7 +112,7 @@ def _trace_graphs(
     return [_string(*each) for each in zip(decoders, parts, signatures, strict=True)]
 
 
-def _shapes(decoder: Decoder, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _shapes(decoder: Decoder | HeadAlone, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`Decoder.forward` on the meta device, where one part of each kind has to run."""
     values, made = dict(feeds), {}  # type: dict[str, Tensor], dict[str, tuple[Tensor, ...]]
     for call in decoder.calls():
@@ -119,7 +124,7 @@ def _shapes(decoder: Decoder, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _string(
-    decoder: Decoder, parts: Mapping[str, Part], signature: tuple[list[ValueInfo], list[ValueInfo]]
+    decoder: Decoder | HeadAlone, parts: Mapping[str, Part], signature: tuple[list[ValueInfo], list[ValueInfo]]
 ) -> onnx.ModelProto:
     """The whole graph of a decoder out of its parts."""
     graph = _Stitcher(decoder)
@@ -148,7 +153,7 @@ def make_decoder(config: DecoderConfig, options: ExportOptions, rows: int) -> De
 class _Stitcher:
     """Collects the nodes of parts under names of their own."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder | HeadAlone) -> None:
         self.nodes: list[onnx.NodeProto] = []
         # A shared parameter goes by the first of its names: head.weight of a tied head is embedding.weight.
         first: dict[int, str] = {}
@@ -181,7 +186,9 @@ class _Stitcher:
             self.nodes.append(copy)
 
 
-def _trace_parts(decoders: Sequence[Decoder], values: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Part]]:
+def _trace_parts(
+    decoders: Sequence[Decoder | HeadAlone], values: Sequence[Mapping[str, Tensor]]
+) -> list[dict[str, Part]]:
     """For each decoder a part of every kind. values: every value of it by name, on the meta device."""
     traced: list[tuple[torch.nn.Module, Call]] = []
     feeds, outputs = {}, []  # type: dict[str, Tensor], list[str]

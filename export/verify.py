@@ -26,12 +26,11 @@ from rollkv.export.prompts import proof_ids, proof_prompts
 from rollkv.export.reference import (
     LiteralHost,
     Reference,
-    TorchBackend,
     Trail,
-    WeightlessBackend,
     oracle_visible,
     tokens_first,
 )
+from rollkv.export.reference_backends import TorchBackend, WeightlessBackend
 from rollkv.export.signature import options_of
 from rollkv.export.trace import trace_graphs
 from rollkv.export.verify_float16 import diverge, in_float32, joined, kv_bound, texts, widened
@@ -362,9 +361,10 @@ def feed_rows(rung: str, bundle: Bundle, engine: Backend, c: int | None, prompts
 
 def _traced_backend(bundle: Bundle, checkpoint: Checkpoint) -> WeightlessBackend:
     """The graphs before the passes, traced again, with the bundle's own weights."""
-    infos = bundle.manifest.graphs
-    sizes = [info.rows for info in infos], [info.kv_len for info in infos]
-    graphs = trace_graphs(checkpoint.config, options_of(bundle.manifest), *sizes)
+    m = bundle.manifest
+    infos = [*m.driven, *([] if m.head_graph is None else [m.head_graph])]
+    sizes = [info.rows for info in m.driven], [info.kv_len for info in m.driven]
+    graphs = trace_graphs(checkpoint.config, options_of(m), *sizes)
     for info, graph in zip(infos, graphs, strict=True):
         graph.ir_version = info.ir_version
     files = dict(zip((info.file for info in infos), graphs, strict=True))

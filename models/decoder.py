@@ -61,17 +61,15 @@ class Positions(nn.Module):
         return x + nn.functional.embedding(position_ids, self.weight)
 
 
-class Head(nn.Module):
-    """Final norm and the product with the vocabulary, of the last row or of all; or the norm of the last row alone.
+class Product(nn.Module):
+    """The product of normed hidden rows with the vocabulary, and what is done to it: bias, scale, soft-cap.
 
     The weight is (H, V); a tied head shares the embedding's (V, H) and multiplies by its transpose.
     """
 
-    def __init__(self, config: DecoderConfig, rows: str, table: nn.Parameter) -> None:
+    def __init__(self, config: DecoderConfig, table: nn.Parameter) -> None:
         super().__init__()
-        self.norm = make_norm(config)
-        self.tied, self.rows = config.tied_head, rows
-        self.scale, self.softcap = config.logit_scale, config.logit_softcap
+        self.tied, self.scale, self.softcap = config.tied_head, config.logit_scale, config.logit_softcap
         if config.tied_head:
             self.weight = table
         else:
@@ -79,18 +77,32 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.vocab_size)) if "head" in config.biases else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(1, c, H) -> (1, 1, V) for rows == "last", (1, c, V) for "all", (1, 1, H) for "none"."""
-        if self.rows != "all":
-            x = x.narrow(1, x.shape[1] - 1, 1)
-        normed: Tensor = self.norm(x)
-        if self.rows == "none":
-            return normed
-        logits: Tensor = normed @ (self.weight.t() if self.tied else self.weight)
+        """(1, n, H) -> (1, n, V)."""
+        logits: Tensor = x @ (self.weight.t() if self.tied else self.weight)
         if self.bias is not None:
             logits = logits + self.bias
         if self.scale != 1:
             logits = logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+class Head(Product):
+    """Final norm and product, of the last row or of all; or the norm of the last row alone."""
+
+    def __init__(self, config: DecoderConfig, rows: str, table: nn.Parameter) -> None:
+        super().__init__(config, table)
+        self.norm, self.rows = make_norm(config), rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(1, c, H) -> (1, 1, V) for rows == "last", (1, c, V) for "all", (1, 1, H) for "none"."""
+        if self.rows != "all":
+            x = x.narrow(1, x.shape[1] - 1, 1)
+        normed: Tensor = self.norm(x)
+        return normed if self.rows == "none" else self.logits(normed)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """The product alone: (1, n, H) -> (1, n, V)."""
+        return super().forward(normed)
 
 
 class Decoder(nn.Module):
@@ -171,6 +183,22 @@ class Decoder(nn.Module):
             made = self.get_submodule(call.module)(**{arg: values[name] for arg, name in call.inputs.items()})
             values.update(zip(call.outputs, made if isinstance(made, tuple) else (made,), strict=True))
         return values
+
+
+class HeadAlone(nn.Module):
+    """The product of the head as a graph of its own, behind a `Decoder` whose head gives hidden states.
+
+    Its parameters have the names that they have in a `Decoder`.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, config.embedding_scale)
+        self.head = Product(config, self.embedding.weight)
+
+    def calls(self) -> Iterator[Call]:
+        """See `Decoder.calls`."""
+        yield Call("head", "head", {"x": "hidden_states"}, ("logits",))
 
 
 def _make_layer(config: DecoderConfig, layer: LayerConfig, cache: CacheForm, joined: bool) -> nn.Module:

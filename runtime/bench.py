@@ -213,7 +213,7 @@ def _concatenating(m: Manifest, session: Session, engine: OrtBackend, ids: list[
     graph = session.loaded.serving(session.loaded.decode, session.position + steps - 1, session.sequence.cache.kv_len)
     new_of = dict(m.kv_pairs)
     axes = {v.name: SLOT_AXES[m.kv_layout][v.role == "past_value"] for v in graph.inputs if v.name in new_of}
-    samples = []
+    choose, samples = _chooser(session), []
     feeds = {name: np.array(array) for name, array in session.feeds(graph, Run(1, 0), [0]).items()}
     for _ in range(steps):
         start = time.perf_counter()
@@ -221,19 +221,24 @@ def _concatenating(m: Manifest, session: Session, engine: OrtBackend, ids: list[
         for name, axis in axes.items():
             joined = np.concatenate((feeds[name], outputs[new_of[name]]), axis)
             feeds[name] = np.ascontiguousarray(np.take(joined, range(1, joined.shape[axis]), axis))
-        _choose(session, outputs)
+        choose(outputs)
         samples.append(time.perf_counter() - start)
     return statistics.median(samples)
 
 
-def _choose(session: Session, outputs: Mapping[str, Array]) -> int:
-    """The likeliest token by the last row of what a graph of the session gave."""
+def _chooser(session: Session) -> Callable[[Mapping[str, Array]], int]:
+    """What finds the likeliest token by the last row of what a graph of the session gave."""
     end = next(value for value in session.loaded.decode.outputs if value.role in HEAD_ROLES)
-    row = outputs[end.name][0, -1]
-    if session.loaded.head is not None:
-        hidden, row = row, np.empty(session.manifest.vocab_size, np.float32)
-        session.loaded.head.logits(hidden, row, session.loaded.head.scratch())
-    return int(np.argmax(row))
+    head = session.loaded.head
+    if head is None:
+        return lambda outputs: int(np.argmax(outputs[end.name][0, -1]))
+    logits, scratch = np.empty(session.manifest.vocab_size, np.float32), head.scratch()
+
+    def choose(outputs: Mapping[str, Array]) -> int:
+        head.logits(outputs[end.name][0, -1], logits, scratch)
+        return int(np.argmax(logits))
+
+    return choose
 
 
 def checked_plot(options: argparse.Namespace) -> None:

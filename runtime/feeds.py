@@ -1,7 +1,7 @@
 """What one graph reads and writes in one session: arrays made once, filled anew for every run, and bound to the engine.
 
 Positions, masks and rotations come from `align.py`, `mask.py` and `rope.py`, the logits of graphs that give hidden
-states from `head.py`. P, p and c as in the contract.
+states from `head.py` or `graph_head.py`. P, p and c as in the contract.
 """
 
 from __future__ import annotations
@@ -86,11 +86,12 @@ class GraphArrays:
         """Of every row of a graph with head "all", (rows, V); until the next run."""
         return self._logits
 
-    def ends(self) -> list[tuple[str, Array]]:
-        """What the last run gave beside keys and values, with what to call it."""
+    def ends(self) -> list[tuple[str, str, Array]]:
+        """What the last run gave beside keys and values: what to call it, the graph that it is of, the numbers."""
         if self._head is None:
-            return [("logits", self._logits)]
-        return [("hidden values", self._ends), ("logits", self._logits)]
+            return [("logits", self.graph.file, self._logits)]
+        head = self._m.head_graph or self.graph
+        return [("hidden values", self.graph.file, self._ends), ("logits", head.file, self._logits)]
 
     def feeds(self) -> dict[str, Array]:
         """Every input by name, as the next run reads it."""
@@ -128,7 +129,7 @@ class GraphArrays:
     def run(self, wanted: bool = True) -> bool:
         """Run the graph on what `fill` made and the caches as they are; whether all that came out is finite.
 
-        wanted: whether a head on the host is to give the logits.
+        wanted: whether a head of its own, on the host or in a graph, is to give the logits.
         """
         starts = [group.buffer.start for group in self._cache.groups]
         if self._binding is None:

@@ -1,4 +1,4 @@
-"""What a manifest must satisfy where the host computes rotations or the head: `manifest_checks.py` calls it.
+"""What a manifest must satisfy where the graphs leave rotations or the head out: `manifest_checks.py` calls it.
 
 Knows nothing of files but their names, nothing of ONNX. H and V as in the contract, R the rotary dimension.
 """
@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rollkv.runtime.manifest import HEAD_ROLES, ROTATION_ROLES, GraphInfo, Manifest, ValueInfo
+from rollkv.runtime.manifest import DTYPES, HEAD_ROLES, ROTATION_ROLES, GraphInfo, Manifest, ValueInfo
 
 Need = Callable[[bool, str], None]  # raises BundleError with the text when the condition does not hold
 
 
 def check_head(m: Manifest, graph: GraphInfo, need: Need) -> None:
-    """A graph gives logits, or with head "none" hidden states, for which the host has the head."""
+    """A graph gives logits, or with head "none" hidden states, for which the head is elsewhere."""
     found = [value for value in (*graph.inputs, *graph.outputs) if value.role in HEAD_ROLES]
     wanted = "hidden_states" if graph.head == "none" else "logits"
     count = sum(value.role == wanted for value in found)
@@ -32,13 +32,27 @@ def check_head(m: Manifest, graph: GraphInfo, need: Need) -> None:
         need(value.shape == [1, rows, width], f"{said} with head {graph.head}")
 
 
-def check_host_head(m: Manifest, need: Need) -> None:
-    """All graphs give logits, and no head is on the host; or none does, and its table is there."""
-    without = [graph.file for graph in m.graphs if graph.role in ("prefill", "decode") and graph.head == "none"]
-    driven = [graph.file for graph in m.graphs if graph.role in ("prefill", "decode")]
-    need(len(without) in (0, len(driven)), f"graph {', '.join(without)}: head is none, but other graphs give logits")
+def check_outer_head(m: Manifest, need: Need) -> None:
+    """All graphs give logits, and no head is elsewhere; or none does, and it is on the host or in a graph, not both."""
+    without = [graph.file for graph in m.driven if graph.head == "none"]
+    need(len(without) in (0, len(m.driven)), f"graph {', '.join(without)}: head is none, but other graphs give logits")
     table, bias, cap = m.head_table, m.head_bias, m.logit_softcap
-    need(table is not None or not without, "head_table is missing, which graphs with head none need")
+    heads = [graph for graph in m.graphs if graph.role == "head"]
+    need(len(heads) <= 1, f"graphs {', '.join(graph.file for graph in heads)} have the role head, must be one or none")
+    need(
+        table is not None or bool(heads) or not without,
+        "head_table is missing, which graphs with head none need where no graph has the role head",
+    )
+    for graph in heads:
+        what = f"graph {graph.file} has the role head"
+        need(bool(without), f"{what}, but no graph has head none")
+        need(table is None, f"{what}, but head_table is there too; must be either")
+        need(bias is None, f"{what}, but head_bias is there too; must be either")
+        need(
+            m.logit_scale == 1 and cap is None,
+            f"{what}, so logit_scale and logit_softcap are in it; must be 1 and null",
+        )
+        _check_head_graph(m, graph, need)
     for name, info, shape in (
         ("head_table", table, [m.vocab_size, m.hidden_size]),
         ("head_bias", bias, [1, m.vocab_size]),
@@ -61,6 +75,33 @@ def check_host_head(m: Manifest, need: Need) -> None:
         bool(without) or (m.logit_scale == 1 and cap is None),
         "logit_scale or logit_softcap is set, but no graph has head none",
     )
+
+
+def _check_head_graph(m: Manifest, graph: GraphInfo, need: Need) -> None:
+    """One row of hidden states, as the other graphs give them, becomes one row of logits."""
+    for name, has, wanted in (("rows", graph.rows, 1), ("kv_len", graph.kv_len, 0), ("head", graph.head, "last")):
+        need(has == wanted, f"graph {graph.file}: {name} is {has!r}, must be {wanted!r} in a graph of the role head")
+    for values, side, role, width in (
+        (graph.inputs, "input", "hidden_states", m.hidden_size),
+        (graph.outputs, "output", "logits", m.vocab_size),
+    ):
+        roles = [value.role for value in values]
+        need(roles == [role], f"graph {graph.file}: its {side}s have the roles {roles}, must be {[role]}")
+        value, shape = values[0], [1, 1, width]
+        what = f"graph {graph.file}: {value.name}"
+        need(value.shape == shape, f"{what} has shape {value.shape}, must be {shape}")
+        need(
+            value.dtype in DTYPES[:2],
+            f"{what} has dtype {value.dtype!r}; supported: {', '.join(DTYPES[:2])}",
+        )
+    need(graph.inputs[0].name != graph.outputs[0].name, f"graph {graph.file}: a name occurs twice")
+    taken = graph.inputs[0].dtype
+    for other in m.driven:
+        given = next((value.dtype for value in other.outputs if value.role == "hidden_states"), taken)
+        need(
+            given == taken,
+            f"graph {graph.file}: {graph.inputs[0].name} has dtype {taken!r}, but graph {other.file} gives {given!r}",
+        )
 
 
 def check_rotations(m: Manifest, graph: GraphInfo, need: Need) -> None:
@@ -104,8 +145,7 @@ def check_rotations_agree(m: Manifest, need: Need) -> None:
     """Every graph takes the same rotations."""
     kinds = [
         (graph.file, sorted((value.role, value.rope or "") for value in graph.inputs if value.role in ROTATION_ROLES))
-        for graph in m.graphs
-        if graph.role in ("prefill", "decode")
+        for graph in m.driven
     ]
     first, fed = kinds[0]
     for file, other in kinds[1:]:

@@ -1,12 +1,13 @@
-"""The head on the host, for graphs that give hidden states: logits = softcap((h @ table.T + bias) scale).
+"""The head, for graphs that give hidden states: what a session asks of it, and the one on the host.
 
-Knows no graph and no session. H hidden size, V vocabulary.
+On the host: logits = softcap((h @ table.T + bias) scale). `graph_head.py` has the one in a graph. Knows no graph and no
+session. H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,18 @@ from rollkv.runtime.embedding import EmbeddingTable
 from rollkv.runtime.manifest import Manifest
 
 _BLOCK = 1 << 18  # numbers of the table that are widened at a time: 1 MiB of float32
+
+
+class OuterHead(Protocol):
+    """Makes logits of hidden states."""
+
+    def scratch(self) -> Any:
+        """Memory for `logits`, for one thread at a time."""
+        ...
+
+    def logits(self, hidden: NDArray[Any], out: NDArray[np.float32], scratch: Any) -> None:
+        """Write the logits (V,) of one hidden row (H,), of any floating type, to `out`."""
+        ...
 
 
 class HostHead:

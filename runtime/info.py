@@ -59,19 +59,16 @@ def describe(m: Manifest) -> list[tuple[str, str]]:
         ("cache", f"{m.kv_layout}, {m.dtype}, {cache / _MIB:.1f} MiB"),
         ("mask", f"0 visible, {m.mask_value:g} hidden"),
         ("EOS ids", ", ".join(map(str, m.eos_token_ids)) or "none"),
-        *(
-            (
-                "graph",
-                f"{g.file}: {g.role}, {g.rows} rows, {g.kv_len} slots, {_end(g)}, opset {g.opset}, IR {g.ir_version}",
-            )
-            for g in m.graphs
-        ),
+        *(("graph", f"{g.file}: {g.role}, {_work(g)}, opset {g.opset}, IR {g.ir_version}") for g in m.graphs),
         ("weights", f"{m.weights.file}: {m.files[m.weights.file].size / _MIB:.1f} MiB"),
     ]
 
 
-def _end(graph: GraphInfo) -> str:
-    return "hidden state of last" if graph.head == "none" else f"logits of {graph.head}"
+def _work(graph: GraphInfo) -> str:
+    if graph.role == "head":
+        return "logits of a hidden state"
+    end = "hidden state of last" if graph.head == "none" else f"logits of {graph.head}"
+    return f"{graph.rows} rows, {graph.kv_len} slots, {end}"
 
 
 def _table(m: Manifest, table: TableInfo) -> str:

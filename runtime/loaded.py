@@ -21,7 +21,8 @@ from rollkv.runtime.align import PromptError, check_word, whole_number
 from rollkv.runtime.backend import Array, Backend, Binding, CopyingBinding, OrtBackend
 from rollkv.runtime.bundle import Bundle, BundleError, GraphInfo, Manifest, open_bundle
 from rollkv.runtime.embedding import EmbeddingTable
-from rollkv.runtime.head import HostHead
+from rollkv.runtime.graph_head import GraphHead
+from rollkv.runtime.head import HostHead, OuterHead
 from rollkv.runtime.limits import MEMORIES
 
 
@@ -50,7 +51,7 @@ class LoadedBundle:
         check_word("memory", memory, MEMORIES)
         self.bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
         m = self.bundle.manifest
-        graphs = sorted((g for g in m.graphs if g.role in ("prefill", "decode")), key=lambda graph: graph.kv_len)
+        graphs = sorted(m.driven, key=lambda graph: graph.kv_len)
         whole = [graph for graph in graphs if graph.kv_len == m.max_kvcache_len]
         prefill = sorted((graph for graph in whole if graph.role == "prefill"), key=lambda graph: graph.rows)
         self.prefill: dict[int, GraphInfo] = {graph.rows: graph for graph in prefill}  # those that see C slots
@@ -60,9 +61,10 @@ class LoadedBundle:
             for each in whole
         }
         self.costs = {} if costs is None else self._read_costs(costs)
+        head = m.head_graph
         if backend is None:
             graphs = [g for g in graphs if g.role == "decode" or chunk_sizes is None or g.rows in chunk_sizes]
-            backend = OrtBackend(self.bundle, threads, memory, graphs)
+            backend = OrtBackend(self.bundle, threads, memory, graphs if head is None else [*graphs, head])
         self.backend: Backend = backend
         roles = {value.role for value in self.decode.inputs}
         self.tables = {
@@ -70,8 +72,12 @@ class LoadedBundle:
             for role, table in (("embeds", m.embedding), ("per_layer_inputs", m.per_layer_embedding))
             if role in roles and table is not None
         }
-        self.head = None if m.head_table is None else HostHead(self.bundle.path, m)
         self._running = threading.Lock()
+        self.head: OuterHead | None = None
+        if head is not None:
+            self.head = GraphHead(head, self.bind)
+        elif m.head_table is not None:
+            self.head = HostHead(self.bundle.path, m)
 
     @property
     def manifest(self) -> Manifest:

@@ -29,6 +29,7 @@ INPUT_ROLES = (
 HEAD_ROLES = ("logits", "hidden_states")  # what comes out at the end, either
 OUTPUT_ROLES = (*HEAD_ROLES, *CACHE_ROLES[2:])
 HEADS = ("last", "all", "none")  # rows of logits; none: the hidden state of the last row
+DRIVEN_ROLES = ("prefill", "decode")  # of graphs that take tokens and caches
 MASK_MAX = 65504.0  # the largest float16
 TABLE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # storage type of an embedding table -> bytes of a number
 DECODE_ATTENTIONS = ("joined", "apart")
@@ -64,11 +65,11 @@ class GraphInfo:
     """One .onnx file: `rows` tokens a run, `kv_len` slots that a query of a layer without a window can see.
 
     kv_len is C, or less: such a graph takes the last min(kv_len, Cs) slots of each layer, and runs while P + rows is
-    at most kv_len.
+    at most kv_len. The graph of the head takes the hidden state of one row and no slot: its kv_len is 0.
     """
 
     file: str
-    role: str  # "prefill" or "decode"
+    role: str  # "prefill" or "decode"; "head": makes logits of the hidden states that the others give
     rows: int
     kv_len: int
     head: str  # rows of logits: "last" or "all"; "none": hidden_states in their place
@@ -178,11 +179,21 @@ class Manifest:
     projections: str = "separate"  # whether q, k, v are one product and gate, up are one, norms and scales folded in
     embedding: TableInfo | None = None  # where the graphs take embeddings: (V, H)
     per_layer_embedding: TableInfo | None = None  # where they take per-layer inputs
-    head_table: TableInfo | None = None  # where the graphs give hidden states: (V, H)
+    head_table: TableInfo | None = None  # where the graphs give hidden states and none is the head: (V, H)
     head_bias: TableInfo | None = None  # of such a head: (1, V)
     logit_scale: float = 1.0  # of such a head's products and bias
     logit_softcap: float | None = None  # of such a head: logits become cap tanh(logit / cap)
     image_attention: str = "causal"  # how the model lets tokens of one image see each other; the graphs are causal
+
+    @property
+    def driven(self) -> list[GraphInfo]:
+        """The graphs that take tokens and caches."""
+        return [graph for graph in self.graphs if graph.role in DRIVEN_ROLES]
+
+    @property
+    def head_graph(self) -> GraphInfo | None:
+        """The graph that makes logits of hidden states, where the head is one of its own."""
+        return next((graph for graph in self.graphs if graph.role == "head"), None)
 
     @property
     def prefill_rows(self) -> list[int]:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from rollkv.runtime.form_checks import Need, check_head, check_host_head, check_rotations, check_rotations_agree
+from rollkv.runtime.form_checks import Need, check_head, check_outer_head, check_rotations, check_rotations_agree
 from rollkv.runtime.manifest import (
     CACHE_ROLES,
+    DRIVEN_ROLES,
     DTYPES,
     HEAD_ROLES,
     HEADS,
@@ -42,7 +43,7 @@ TABLE_OF = {"embeds": "embedding", "per_layer_inputs": "per_layer_embedding"}  #
 def check_manifest(m: Manifest, where: str) -> None:
     """What the runtime relies on and types do not say. Raises BundleError; `where` is the file, for the message.
 
-    A graph whose role is neither prefill nor decode is not run, so only its names and types are looked at.
+    A graph whose role is neither prefill, decode nor head is not run, so only its names and types are looked at.
     """
 
     def need(holds: bool, what: str) -> None:
@@ -52,7 +53,7 @@ def check_manifest(m: Manifest, where: str) -> None:
     _check_fields(m, need)
     roles = [graph.role for graph in m.graphs]
     need("prefill" in roles and "decode" in roles, "graphs must hold a prefill and a decode graph")
-    driven = [graph for graph in m.graphs if graph.role in ("prefill", "decode")]
+    driven = m.driven
     for graph in driven:
         _check_sizes(m, graph, need)
     whole = [graph for graph in driven if graph.kv_len == m.max_kvcache_len]
@@ -77,9 +78,11 @@ def check_manifest(m: Manifest, where: str) -> None:
         need(name in m.files, f"file {name!r} is not listed in files")
     for table in tables:
         _check_table(m, table, need)
-    check_host_head(m, need)
+    check_outer_head(m, need)
     need(all(len(pair) == 2 for pair in m.kv_pairs), "kv_pairs must hold pairs of names")
     for graph in m.graphs:
+        if graph is m.head_graph:
+            continue  # it was looked at as a whole
         _check_values(m, graph, graph.inputs, INPUT_ROLES, need)
         _check_values(m, graph, graph.outputs, OUTPUT_ROLES, need)
         if graph in driven:
@@ -257,7 +260,7 @@ def _check_values(m: Manifest, graph: GraphInfo, values: Iterable[ValueInfo], ro
             continue
         source = m.layers[value.layer].kv_from
         need(source is None, f"{what} belongs to layers[{value.layer}], which has no cache: it reads that of {source}")
-        if value.role in PAST_ROLES and graph.role in ("prefill", "decode"):
+        if value.role in PAST_ROLES and graph.role in DRIVEN_ROLES:
             slots = value.shape[SLOT_AXES[m.kv_layout][value.role == "past_value"]]
             kv_len = min(m.layers[value.layer].kv_len, graph.kv_len)
             need(slots == kv_len, f"{what} has {slots} slots, layers[{value.layer}] says kv_len {kv_len}")

@@ -99,7 +99,7 @@ def _read_embeds(m: Manifest, embeds: ArrayLike) -> NDArray[np.floating]:
             "embeds are given, but this model lets the tokens of one image see each other both ways and the graphs are "
             "causal; allowed: text, as ids"
         )
-    dtype = next((value.dtype for value in m.graphs[0].inputs if value.role == "embeds"), None)
+    dtype = next((value.dtype for value in m.driven[0].inputs if value.role == "embeds"), None)
     if dtype is None:
         raise PromptError("embeds are given, but the graphs of this bundle take ids; export with --input embeds")
     return _finite(

@@ -148,7 +148,7 @@ class TokenSequence:
 
         ends: rotary position after each token; by default they count on. accept: is given the logits of every row and
         says how many of the run's tokens stay, at least one, of which all but the first are `ahead`; all by default.
-        wanted: whether the logits are looked at, which a head on the host is spared otherwise.
+        wanted: whether the logits are looked at, which a head of its own is spared otherwise.
         Raises NonFiniteLogits, and what the backend raises; the run leaves no trace then.
         """
         past = self.position
@@ -235,13 +235,13 @@ class TokenSequence:
 
 def _not_finite(arrays: GraphArrays) -> str:
     """What to say of a run whose outputs hold a NaN or an infinity."""
-    what = "new keys or values"
-    for name, array in arrays.ends():
+    what, graph = "new keys or values", arrays.graph.file
+    for name, file, array in arrays.ends():
         bad = int(array.size - np.isfinite(array).sum())
         if bad:
-            what = f"{bad} of {array.size} {name}"
+            what, graph = f"{bad} of {array.size} {name}", file
             break
     return (
-        f"{what} of graph {arrays.graph.file} are not finite, so no token can be chosen. Either the graph overflows "
+        f"{what} of graph {graph} are not finite, so no token can be chosen. Either the graph overflows "
         "float16 (export the bundle in float32) or the bundle is damaged (run `rollkv verify`)"
     )

@@ -183,7 +183,7 @@ def trace_once(config: Any, options: Any, rows: Any, kv_lens: Any = None) -> Any
         options.projections,
         options.mask_value,
         tuple(options.head_of(count) for count in rows),
-        options.input,
+        *(options.head, options.input),
         *(options.norm, options.gqa, options.rope, options.dtype),
     )
     if key not in _TRACED:

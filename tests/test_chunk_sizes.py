@@ -19,7 +19,8 @@ from test_verify import _resign, climb
 from rollkv.export import verify
 from rollkv.export.artefact import manifest_fault
 from rollkv.export.pipeline import describe
-from rollkv.export.reference import LiteralHost, Reference, TorchBackend
+from rollkv.export.reference import LiteralHost, Reference
+from rollkv.export.reference_backends import TorchBackend
 from rollkv.export.signature import options_of, resolve
 from rollkv.models.checkpoint import open_checkpoint
 from rollkv.runtime.backend import OrtBackend

@@ -41,7 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 def in_torch(source: Path, folder: Path, **settings: Any) -> Session:
     """The decoder and the runtime without graphs: the torch decoder is run as the manifest says."""
     from rollkv.export.pipeline import describe
-    from rollkv.export.reference import TorchBackend
+    from rollkv.export.reference_backends import TorchBackend
     from rollkv.export.signature import resolve
     from rollkv.export.tables import host_tables, write_table
 
