@@ -5,6 +5,7 @@ Shares no function with the session. c rows of a run, P tokens that went through
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -67,8 +68,10 @@ def _check_head_runs(
     """
     wanted = [False] * (prompt - 1) + [False, True] * (1 + steps)
     if [graph.role == "head" for graph, _, _ in runs] != wanted:
-        return f"the graphs run are {', '.join(graph.file for graph, _, _ in runs)}: the head runs for the last row alone"
-    for (graph, _, outputs), (head, feeds, _) in zip(runs, runs[1:], strict=False):
+        return (
+            f"the graphs run are {', '.join(graph.file for graph, _, _ in runs)}: the head runs for the last row alone"
+        )
+    for (graph, _, outputs), (head, feeds, _) in itertools.pairwise(runs):
         if head.role != "head":
             continue
         name = next(value.name for value in graph.outputs if value.role == "hidden_states")

@@ -24,7 +24,7 @@ import onnx
 
 from rollkv.export.handoff_data import WRITERS, SampleWriter, write_golden
 from rollkv.export.handoff_readme import readmes
-from rollkv.export.handoff_runs import Recorded, Tap, calibration_stops, golden_stops, reach, record, served
+from rollkv.export.handoff_runs import Recorded, Stop, Tap, planned_calibration, planned_golden, reach, record, served
 from rollkv.export.handoff_text import Corpus, HandoffError, read_corpus
 from rollkv.export.signature import options_of
 from rollkv.export.targets import Target, differences
@@ -82,10 +82,10 @@ def hand_over(
     for remark in (*corpus.remarks, *_shortness(m, corpus)):
         report(remark)
     graphs = _runnable(m)
-    calibration = {g.file: calibration_stops(m, g, len(corpus), samples) for g in graphs}
-    golden = {g.file: golden_stops(m, g, len(corpus)) for g in graphs}
+    calibration = {g.file: planned_calibration(m, g, len(corpus), samples) for g in graphs}
+    golden = {g.file: planned_golden(m, g, len(corpus)) for g in graphs}
     _check_reached(m, graphs, calibration, len(corpus))
-    _check_space(bundle, output, graphs, samples)
+    _check_space(bundle, output, calibration, golden)
     inline = _inline(bundle, target, report)
     with replacing_folder(output, HANDOFF) as folder:
         _copy_bundle(bundle, folder, inline)
@@ -210,7 +210,7 @@ def golden_by(m: Manifest) -> str:
 
 
 def _runnable(m: Manifest) -> list[GraphInfo]:
-    return [graph for graph in m.graphs if graph.role in ("prefill", "decode")]
+    return [*m.driven, *([] if m.head_graph is None else [m.head_graph])]
 
 
 def _value(value: ValueInfo) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def _names(folder: Path) -> list[str]:
 
 def _golden_keeper(folder: Path, runs: dict[int, Recorded]) -> Callable[[Recorded], None]:
     def keep(run: Recorded) -> None:
-        write_golden(folder, _golden_path(run.stop.graph, run.stop.number), run.inputs, run.outputs)
+        write_golden(folder, _golden_path(run.stop.wanted, run.stop.number), run.inputs, run.outputs)
         small = {name: array for name, array in run.inputs.items() if array.nbytes < 1 << 24}  # for the README
         runs[run.stop.number] = dataclasses.replace(run, inputs=small, outputs={})
 
@@ -243,7 +243,7 @@ def _sample_keeper(writer: SampleWriter) -> Callable[[Recorded], None]:
 def _shortness(m: Manifest, corpus: Corpus) -> list[str]:
     """What to say of graphs whose cache the text does not fill."""
     remarks = []
-    for graph in _runnable(m):
+    for graph in m.driven:
         (least, most), reached = served(m, graph), reach(m, graph, len(corpus))
         if least <= reached < most:
             remarks.append(
@@ -260,7 +260,7 @@ def _check_place(bundle: Bundle, output: Path) -> None:
         raise HandoffError(f"-o {output}: lies in the bundle, into which nothing is written; give another folder")
 
 
-def _check_reached(m: Manifest, graphs: Sequence[GraphInfo], stops: Mapping[str, Sequence[Any]], have: int) -> None:
+def _check_reached(m: Manifest, graphs: Sequence[GraphInfo], stops: Mapping[str, Sequence[Stop]], have: int) -> None:
     for graph in graphs:
         if not stops[graph.file]:
             raise HandoffError(
@@ -269,12 +269,14 @@ def _check_reached(m: Manifest, graphs: Sequence[GraphInfo], stops: Mapping[str,
             )
 
 
-def _check_space(bundle: Bundle, output: Path, graphs: Sequence[GraphInfo], samples: int) -> None:
+def _check_space(
+    bundle: Bundle, output: Path, calibration: Mapping[str, Sequence[Stop]], golden: Mapping[str, Sequence[Stop]]
+) -> None:
     """Raise OSError now, and not after minutes, when the folder will not fit."""
     need = sum(info.size for info in bundle.manifest.files.values())
-    for graph in graphs:
+    for graph in _runnable(bundle.manifest):
         inputs, outputs = _bytes(graph.inputs), _bytes(graph.outputs)
-        need += samples * inputs + 3 * (inputs + outputs)
+        need += len(calibration[graph.file]) * inputs + len(golden[graph.file]) * (inputs + outputs)
     nearest = next(folder for folder in output.absolute().parents if folder.exists())
     free = shutil.disk_usage(nearest).free
     if need > free:

@@ -39,14 +39,15 @@ def _readme(
     script: str,
     example: Recorded,
 ) -> str:
-    graphs = "\n".join(_graph(words, graph) for graph in m.graphs)
+    graphs = "\n".join(_graph(words, graph, m) for graph in m.graphs)
     axes = SLOT_AXES[m.kv_layout]
     calibration, tolerances = data["calibration"], data["tolerances"]
     prefill, decode = _by_role(m, "prefill"), _by_role(m, "decode")
-    roles = {value.role for graph in m.graphs for value in (*graph.inputs, *graph.outputs)}
-    parts = [text for role, text in words.host_parts.items() if role in roles]
+    roles = {_role(value, m) for graph in m.graphs for value in (*graph.inputs, *graph.outputs)}
+    head = None if m.head_graph is None else m.head_graph.file
+    parts = [text.format(head=head) for role, text in words.host_parts.items() if role in roles]
     host = [f"{number}. {text}" for number, text in enumerate(parts, 10)]
-    several = [words.several_graphs] if len(m.graphs) > 2 else []
+    several = [words.several_graphs] if len(m.driven) > 2 else []
     windows = sorted({layer.window for layer in m.layers if layer.window is not None})
     return words.page.format(
         model=m.source.id,
@@ -71,6 +72,7 @@ def _readme(
         graphs=graphs,
         prefill=", ".join(f"`{g.file}`" for g in prefill),
         decode=", ".join(f"`{g.file}`" for g in decode),
+        third="" if head is None else words.third.format(head=head),
         key_axis=axes[0],
         value_axis=axes[1],
         several="".join(f"\n{line}" for line in several),
@@ -106,26 +108,31 @@ def _files(words: Words, files: Sequence[str]) -> str:
     )
 
 
-def _graph(words: Words, graph: GraphInfo) -> str:
-    head = words.graph.format(file=graph.file, rows=graph.rows, kv_len=graph.kv_len, opset=graph.opset)
+def _role(value: ValueInfo, m: Manifest) -> str:
+    """The key of a value's words: what takes hidden states is not the same in every bundle."""
+    return f"split_{value.role}" if value.role == "hidden_states" and m.head_graph is not None else value.role
+
+
+def _graph(words: Words, graph: GraphInfo, m: Manifest) -> str:
+    heading = words.head if graph.role == "head" else words.graph
+    head = heading.format(file=graph.file, rows=graph.rows, kv_len=graph.kv_len, opset=graph.opset)
     return "\n".join(
         [
             head,
             "",
-            *_table(words, words.inputs, graph.inputs),
+            *_table(words, words.inputs, graph.inputs, m),
             "",
-            *_table(words, words.outputs, graph.outputs),
+            *_table(words, words.outputs, graph.outputs, m),
             "",
         ]
     )
 
 
-def _table(words: Words, title: str, values: Sequence[ValueInfo]) -> list[str]:
+def _table(words: Words, title: str, values: Sequence[ValueInfo], m: Manifest) -> list[str]:
     lines = [f"| {title} | {words.shape} | {words.type} | {words.meaning} |", "|---|---|---|---|"]
     for value in values:
-        meaning = words.roles.get(value.role, value.role)
-        if value.layer is not None:
-            meaning = meaning.format(layer=value.layer)
+        meaning = words.roles.get(_role(value, m), value.role)
+        meaning = meaning.format(layer=value.layer, head=m.head_graph and m.head_graph.file)
         lines.append(f"| `{value.name}` | {tuple(value.shape)} | {value.dtype} | {meaning} |")
     return lines
 

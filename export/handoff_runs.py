@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import numpy as np
 
@@ -24,12 +25,21 @@ GOLDEN_RUNS = 3
 
 @dataclass(frozen=True)
 class Stop:
-    """One run that is wanted: `tokens` real tokens after P = `position` others."""
+    """One run that is wanted: `tokens` real tokens after P = `position` others.
+
+    head: the graph that takes the hidden state of the run's last row, where that run is wanted in place of the other.
+    """
 
     graph: GraphInfo
     position: int
     tokens: int
-    number: int = 0  # among the golden runs of its graph
+    number: int = 0  # among the golden runs of the wanted graph
+    head: GraphInfo | None = None
+
+    @property
+    def wanted(self) -> GraphInfo:
+        """The graph whose run is wanted."""
+        return self.head or self.graph
 
     @property
     def end(self) -> int:
@@ -49,8 +59,8 @@ class Recorded:
 
     @property
     def pads(self) -> int:
-        """Rows left of the real tokens."""
-        return self.stop.graph.rows - len(self.ids)
+        """Rows left of the real tokens; a head has none."""
+        return 0 if self.stop.head is not None else self.stop.graph.rows - len(self.ids)
 
 
 class Tap:
@@ -66,6 +76,26 @@ class Tap:
         if self.kept is not None:
             self.kept.append((graph, _copies(feeds), _copies(outputs)))
         return outputs
+
+
+def planned_calibration(m: Manifest, graph: GraphInfo, available: int, samples: int) -> list[Stop]:
+    """At most `samples` different places: `calibration_stops`, of a head those of every graph before it, in turn."""
+    if graph.role != "head":
+        return calibration_stops(m, graph, available, samples)
+    each = -(-samples // len(m.driven))
+    turns = zip_longest(*(calibration_stops(m, other, available, each) for other in m.driven))
+    return [replace(stop, head=graph) for turn in turns for stop in turn if stop is not None][:samples]
+
+
+def planned_golden(m: Manifest, graph: GraphInfo, available: int) -> list[Stop]:
+    """`golden_stops`; of a head those of the largest prefill run and of a decode step that see C slots."""
+    if graph.role != "head":
+        return golden_stops(m, graph, available)
+    whole = [other for other in m.driven if other.kv_len == m.max_kvcache_len]
+    last = max((other for other in whole if other.role == "prefill"), key=lambda other: other.rows)
+    step = next(other for other in whole if other.role == "decode")
+    stops = [*golden_stops(m, last, available), *golden_stops(m, step, available)]
+    return [replace(stop, head=graph, number=number) for number, stop in enumerate(stops)]
 
 
 def served(m: Manifest, graph: GraphInfo) -> tuple[int, int]:
@@ -143,11 +173,21 @@ def journeys(stops: Sequence[Stop]) -> list[list[Stop]]:
 def record(
     loaded: LoadedBundle, tap: Tap, corpus: Corpus, stops: Sequence[Stop], keep: Callable[[Recorded], None]
 ) -> int:
-    """Run the chunk loop past every stop of one graph; the number of runs. keep: is given each, one at a time.
+    """Run the chunk loop past every stop; the number of runs. keep: is given each, one at a time, graph by graph.
 
     loaded: whose backend is the tap. A run that the text has given already is left out. Raises NonFiniteLogits when
-    the graph gives a number that is not finite.
+    a graph gives a number that is not finite.
     """
+    of_graph: dict[str, list[Stop]] = {}
+    for stop in stops:
+        of_graph.setdefault(stop.graph.file, []).append(stop)
+    return sum(_record_one(loaded, tap, corpus, some, keep) for some in of_graph.values())
+
+
+def _record_one(
+    loaded: LoadedBundle, tap: Tap, corpus: Corpus, stops: Sequence[Stop], keep: Callable[[Recorded], None]
+) -> int:
+    """`record` for stops of one graph."""
     seen: set[tuple[int, int, int]] = set()
     session = Session(loaded, chunk_sizes=[_chunk(loaded.manifest, stops[0].graph)])
     planned = journeys(stops)
@@ -176,10 +216,11 @@ def _travel(session: Session, tap: Tap, corpus: Corpus, journey: Sequence[Stop],
         tap.kept = []
         try:
             logits = session.decode(taken[0]) if stop.graph.role == "decode" else session.prefill(taken)
-            ((graph, inputs, outputs),) = tap.kept
+            ran = tap.kept
         finally:
             tap.kept = None
-        assert graph.file == stop.graph.file
+        assert ran[0][0].file == stop.graph.file
+        ((inputs, outputs),) = [run[1:] for run in ran if run[0].file == stop.wanted.file]
         yield Recorded(stop, start, tuple(taken), inputs, outputs)
 
 

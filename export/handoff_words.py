@@ -16,11 +16,13 @@ class Words:
     shape: str
     type: str
     meaning: str
-    roles: dict[str, str]  # of an input or output -> what it is
-    host_parts: dict[str, str]  # role -> what the host does for it, said where a graph has it
+    roles: dict[str, str]  # of an input or output -> what it is; split_: where the head is a graph
+    host_parts: dict[str, str]  # role, as above -> what the host does for it, said where a graph has it
     files: dict[str, str]
     file_kinds: dict[str, str]  # suffix -> what such a file is
     calibrations: dict[str, str]  # format -> how samples lie there
+    head: str  # heading of the graph of the head
+    third: str  # said of it first
     several_graphs: str
     window: str
     no_tool: str
@@ -36,7 +38,7 @@ ENGLISH = Words(
     page="""# {model} for {target}
 
 Two kinds of static ONNX graphs and one rolling cache: a prompt goes through {prefill} chunk by chunk, then every
-new token through {decode}. Every dimension is a number. This page is the contract of exactly these files;
+new token through {decode}.{third} Every dimension is a number. This page is the contract of exactly these files;
 `handoff.json` has the same for programs. Chinese: README.zh.md.
 
 | | |
@@ -126,6 +128,8 @@ Known of this target, with the source of each; the licence of the tool governs i
 {notes}
 """,
     graph="### `{file}`: {rows} rows, {kv_len} slots, opset {opset}",
+    head="### `{file}`: the head, one row, no cache, opset {opset}",
+    third=" A third, `{head}`, makes logits of the hidden state that they give for their last row.",
     inputs="input",
     outputs="output",
     shape="shape",
@@ -147,6 +151,7 @@ Known of this target, with the source of each; the licence of the tool governs i
         "new_value": "values of this run, layer {layer}",
         "logits": "logits",
         "hidden_states": "hidden state of the last row; the host multiplies it with the head",
+        "split_hidden_states": "hidden state of the last row, after the final norm: what `{head}` takes",
     },
     host_parts={
         "embeds": "**Embeddings** are looked up on the host: `manifest.embedding` in `handoff.json` names the "
@@ -160,6 +165,9 @@ Known of this target, with the source of each; the licence of the tool governs i
         "`manifest.rope` says.",
         "hidden_states": "**Head.** logits = hidden state @ head table, transposed, plus `manifest.head_bias`, times "
         "`logit_scale`, soft-capped by `logit_softcap`, as far as given; `manifest.head_table` names the file.",
+        "split_hidden_states": "**Head.** After the last run of a prompt, and after every decode step, feed "
+        "`hidden_states`, the hidden state of the run's last row, as it came out to `{head}`: it gives the `logits` "
+        "that point 6 speaks of. After the runs before it nothing is fed to it.",
     },
     files={
         "handoff.json": "this page for programs",
@@ -211,8 +219,8 @@ Known of this target, with the source of each; the licence of the tool governs i
 CHINESE = Words(
     page="""# {model}，目标平台 {target}
 
-两类静态 ONNX 图和一个滚动缓存：提示词按块依次通过 {prefill}，之后每个新 token 通过 {decode}。所有维度都是固定数字。
-本页就是这些文件的约定；程序可读的同样内容在 `handoff.json`。英文版：README.md。
+两类静态 ONNX 图和一个滚动缓存：提示词按块依次通过 {prefill}，之后每个新 token 通过 {decode}。{third}
+所有维度都是固定数字。本页就是这些文件的约定；程序可读的同样内容在 `handoff.json`。英文版：README.md。
 
 | | |
 |---|---|
@@ -297,6 +305,8 @@ P 是到目前为止已经通过的真实 token 数。c 是当前运行的图的
 {notes}
 """,
     graph="### `{file}`：{rows} 行，{kv_len} 个槽位，opset {opset}",
+    head="### `{file}`：head，一行，没有缓存，opset {opset}",
+    third="第三个图 `{head}` 由它们给出的最后一行的隐藏状态计算 logits。",
     inputs="输入",
     outputs="输出",
     shape="形状",
@@ -318,6 +328,7 @@ P 是到目前为止已经通过的真实 token 数。c 是当前运行的图的
         "new_value": "第 {layer} 层本次运行的 value",
         "logits": "logits",
         "hidden_states": "最后一行的隐藏状态；由主机与 head 相乘",
+        "split_hidden_states": "最后一行经过最终 norm 的隐藏状态：`{head}` 的输入",
     },
     host_parts={
         "embeds": "**Embedding** 由主机查表：`handoff.json` 的 `manifest.embedding` 给出表的文件、形状、类型和 "
@@ -329,6 +340,8 @@ P 是到目前为止已经通过的真实 token 数。c 是当前运行的图的
         "`query_scale`。",
         "hidden_states": "**Head。** logits = 隐藏状态 @ head 表的转置，再按 manifest 中给出的 `head_bias`、"
         "`logit_scale`、`logit_softcap` 处理；文件见 `manifest.head_table`。",
+        "split_hidden_states": "**Head。** 提示词的最后一次运行之后，以及每个 decode 步之后，把输出的 `hidden_states`"
+        "（该次运行最后一行的隐藏状态）原样输入 `{head}`，它给出第 6 条所说的 `logits`。此前的各次运行不需要 head。",
     },
     files={
         "handoff.json": "程序可读的约定",
