@@ -106,7 +106,7 @@ def test_other_settings_have_the_contracts_defaults() -> None:
         ({"max_kvcache_len": -48}, "-C is -48, must be at least 1"),
         ({"kv_layout": "bkds"}, "--kv-layout is 'bkds', allowed: bskd, bksd, bksd-kt"),
         ({"ids": "int16"}, "--ids is 'int16', allowed: int32, int64"),
-        ({"head": "first"}, "--head is 'first', allowed: last, all, none"),
+        ({"head": "first"}, "--head is 'first', allowed: last, all, none, split"),
         ({"decode_attention": "both"}, "--decode-attention is 'both', allowed: joined, apart"),
         ({"projections": "fused"}, "--projections is 'fused', allowed: separate, joined"),
         ({"opset": 12}, "--opset is 12, allowed: 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23"),

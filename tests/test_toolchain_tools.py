@@ -49,6 +49,13 @@ def test_a_tool_compiles_the_form_of_its_profile_and_its_numbers_are_near(
         assert all(not {"Gather", "Div", "ReduceMax"} & set(graph["not_on_npu"]) for graph in graphs)
 
 
+@pytest.mark.parametrize("name", TARGET)
+def test_a_tool_compiles_a_head_of_its_own(name: str, bundle: Callable[..., Bundle], tmp_path: Path, run: Run) -> None:
+    need(name)
+    made = bundle("llama", target=TARGETS[TARGET[name]], chunk_size=8, head="split")
+    tried(name, handed(made, tmp_path / "hand off", name), run, names=("prefill", "decode", "head"))
+
+
 @pytest.mark.parametrize("attention", ["joined", "apart"])
 @pytest.mark.parametrize("name", TARGET)
 def test_a_tool_takes_the_default_form_but_for_what_its_profile_refuses(
@@ -86,15 +93,17 @@ def test_rknn_quantises_by_the_calibration_samples(bundle: Callable[..., Bundle]
         assert "INT8     NPU" in (folder / "build" / f"{graph['graph']}.log").read_text(encoding="utf-8")
 
 
-def tried(name: str, folder: Path, run: Run, *flags: str) -> list[dict[str, Any]]:
+def tried(
+    name: str, folder: Path, run: Run, *flags: str, names: tuple[str, ...] = ("prefill", "decode")
+) -> list[dict[str, Any]]:
     """What `rollkv toolchain try` says of each graph."""
     code, out, err = run("toolchain", "try", folder, *flags, "--cosine", "0.999", "--json")
     assert code == 0, err
     graphs: list[dict[str, Any]] = json.loads(out)["graphs"]
-    assert [graph["graph"] for graph in graphs] == ["prefill", "decode"]
+    assert [graph["graph"] for graph in graphs] == [*names]
     for graph in graphs:
         assert (folder / "build" / f"{graph['graph']}{ARTEFACTS[name]}").stat().st_size > 0
-        assert graph["runs"] == 3
+        assert graph["runs"] == (6 if graph["graph"] == "head" else 3)  # three prefill runs and three steps
         assert graph["peak_rss_mb"] > 10
         if name in ("qnn", "sophgo"):
             assert graph["not_on_npu"] == {}
