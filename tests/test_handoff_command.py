@@ -74,11 +74,11 @@ def test_another_target_is_taken_when_the_graphs_have_its_form(
         "--samples",
         1,
         "--target",
-        "axera",
+        "horizon",
         "--json",
     )
     assert code == 0
-    assert (json.loads(out)["target"], json.loads(out)["calibration"]) == ("axera", "axera")
+    assert (json.loads(out)["target"], json.loads(out)["calibration"]) == ("horizon", "horizon")
 
 
 def test_the_opset_may_be_any_that_the_target_takes(text_bundle: Bundle) -> None:
